@@ -1,0 +1,214 @@
+"""What the parts of the owner share, under one lock.
+
+Why it exists: the step hooks, the gate thread and the report thread change the same ledger. The lock is our
+own and short: no file, no socket and no SQLite under it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from parkade_cache.conversations import Conversation, Conversations, Tip
+from parkade_cache.errors import ParkadeError
+from parkade_cache.ids import BlockKey, ConversationId, PackId, RequestId
+from parkade_cache.ledger import Ledger
+from parkade_cache.metrics import CacheMetrics
+from parkade_cache.mover import JobId
+from parkade_cache.policy import Policy, PolicyBox
+from parkade_cache.rates import Rates
+from parkade_cache.receipts import ReceiptLog
+from parkade_cache.slots import Geometry, SlotMap
+from parkade_cache.turns import Turn
+
+
+@dataclass(slots=True)
+class PackState:
+    """A pack the ledger's rows point at by number."""
+
+    pack: PackId
+    conversation: ConversationId
+    live: int = 0
+    bad: bool = False
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counts since the start that summaries show; metrics count the same things for Prometheus."""
+
+    turns: dict[str, int] = field(default_factory=dict)
+    dropped_conversations: int = 0
+    not_captured_blocks: int = 0
+    written_bytes: int = 0
+    read_bytes: int = 0
+    disk_errors: int = 0
+    parked_peak_bytes: int = 0
+
+    def turn(self, outcome: str) -> None:
+        """Count one turn."""
+        self.turns[outcome] = self.turns.get(outcome, 0) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """Time, injected: ``wall`` in seconds since the epoch, ``monotonic`` for deadlines."""
+
+    wall: Callable[[], float] = time.time
+    monotonic: Callable[[], float] = time.monotonic
+
+
+class CacheState:
+    """Ledger, slots, conversations and packs of one pod."""
+
+    def __init__(
+        self,
+        *,
+        geometry: Geometry,
+        policy: PolicyBox,
+        receipts: ReceiptLog,
+        metrics: CacheMetrics,
+        spill_on: bool,
+        clock: Clock | None = None,
+    ) -> None:
+        self.lock = threading.RLock()
+        self.clock = clock or Clock()
+        self.geometry = geometry
+        self.policy_box = policy
+        self.receipts = receipts
+        self.metrics = metrics
+        self.spill_on = spill_on
+        self.spill_healthy = spill_on
+        self.spill_reason = ""
+        self.ledger = Ledger()
+        self.slots = SlotMap(geometry)
+        self.conversations = Conversations()
+        self.turns: dict[RequestId, Turn] = {}
+        self.packs: list[PackState] = []
+        self.pack_numbers: dict[PackId, int] = {}
+        self.bad_packs: set[int] = set()
+        self.rates = Rates.unmeasured()
+        self.totals = Totals()
+        self.version = 0
+        self.draining = False
+        self.recovering = spill_on
+        self.group_positions: dict[int, int] = {}
+        self.started_at = self.clock.wall()
+        self._jobs = itertools.count(1)
+        self.wishes: deque[Turn] = deque()
+        self.finished_streams: deque[Turn] = deque()
+        self.new_pack_id: Callable[[], PackId] = _no_pack_id
+        self.wake = threading.Condition(self.lock)
+
+    @property
+    def policy(self) -> Policy:
+        """Limits and floors in force."""
+        return self.policy_box.current
+
+    def next_job(self) -> JobId:
+        """A job id never given out before."""
+        return JobId(next(self._jobs))
+
+    def group_of(self, key: BlockKey) -> int:
+        """Position of the key's KV group among those the cache keeps; its last four bytes name the group."""
+        number = int.from_bytes(key[-4:], "big")
+        return self.group_positions.get(number, number)
+
+    def changed(self) -> None:
+        """Something a waiting lookup may care about has changed."""
+        self.version += 1
+
+    def pack_number(self, pack: PackId, conversation: ConversationId) -> int:
+        """The number rows use for ``pack``."""
+        number = self.pack_numbers.get(pack)
+        if number is None:
+            number = len(self.packs)
+            self.packs.append(PackState(pack, conversation))
+            self.pack_numbers[pack] = number
+        return number
+
+    def forget_pack(self, number: int) -> None:
+        """No row points at the pack any more."""
+        self.pack_numbers.pop(self.packs[number].pack, None)
+
+    # -- holds of conversations ------------------------------------------------------------------------
+
+    def add_tip(self, conversation: Conversation, tip: Tip) -> None:
+        """The conversation keeps one more chain, in the tiers it is in."""
+        for row in tip.rows:
+            self.ledger.hold_tip(row, ram=conversation.in_ram, disk=conversation.on_disk)
+        self.conversations.tip_added(conversation, tip)
+
+    def remove_tip(self, conversation: Conversation, tip: Tip) -> None:
+        """The conversation keeps one chain less."""
+        self.conversations.tip_removed(conversation, tip)
+        for row in tip.rows:
+            self.ledger.drop_tip(row, ram=conversation.in_ram, disk=conversation.on_disk)
+
+    def leave_ram(self, conversation: Conversation) -> None:
+        """Stop keeping the conversation in RAM; ``free_unheld_ram`` takes what nobody else needs."""
+        if conversation.in_ram:
+            for row in conversation.rows():
+                self.ledger.unhold_ram(row)
+            conversation.in_ram = False
+
+    def enter_ram(self, conversation: Conversation) -> None:
+        """Keep the conversation's chains in RAM, as far as they are there."""
+        if not conversation.in_ram:
+            for row in conversation.rows():
+                self.ledger.hold_ram(row)
+            conversation.in_ram = True
+
+    def leave_disk(self, conversation: Conversation) -> None:
+        """Stop keeping the conversation on disk."""
+        if conversation.on_disk:
+            for row in conversation.rows():
+                self.ledger.unhold_disk(row)
+            conversation.on_disk = False
+
+    def free_unheld_ram(self) -> int:
+        """Free the slots of blocks nobody keeps in RAM; returns how many. Pinned ones wait."""
+        postponed: list[int] = []
+        freed = 0
+        for row in self.ledger.take_unheld_ram():
+            if self.ledger.pins[row]:
+                postponed.append(row)
+                continue
+            self.slots.put(self.ledger.ram_gone(row))
+            self.ledger.forget_if_dead(row)
+            freed += 1
+        self.ledger.postpone_unheld(ram=postponed)
+        return freed
+
+    def take_unheld_disk(self) -> dict[int, list[int]]:
+        """Entries nobody keeps on disk, by pack number; they are out of the ledger already."""
+        postponed: list[int] = []
+        dead: dict[int, list[int]] = {}
+        for row in self.ledger.take_unheld_disk():
+            if self.ledger.pins[row] or self.ledger.disk[row] == 1:
+                postponed.append(row)
+                continue
+            number, entry = self.ledger.pack[row], self.ledger.entry[row]
+            self.ledger.disk_gone(row)
+            self.ledger.forget_if_dead(row)
+            self.packs[number].live -= 1
+            dead.setdefault(number, []).append(entry)
+        self.ledger.postpone_unheld(disk=postponed)
+        return dead
+
+    def drop_conversation(self, conversation: Conversation) -> None:
+        """Forget the conversation; its blocks become free where nobody else needs them."""
+        for tip in list(conversation.tips):
+            self.remove_tip(conversation, tip)
+        self.conversations.remove(conversation)
+
+    def parked_conversations(self) -> int:
+        """Conversations that RAM is kept for."""
+        return sum(1 for conversation in self.conversations if conversation.in_ram)
+
+
+def _no_pack_id() -> PackId:
+    raise ParkadeError("the disk tier is off; no pack can be named")

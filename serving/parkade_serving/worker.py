@@ -1,0 +1,94 @@
+"""The engine worker's side: hands the step's transfers to the mover and reports what ended.
+
+What must stay true: no call here waits for a disk; ``wait`` cancels what is not yet copied instead of waiting
+for it (trap 3).
+"""
+
+from __future__ import annotations
+
+from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadingWorker, TransferResult
+
+from parkade_cache.device import DeviceBlock
+from parkade_cache.local_mover import LocalMover
+from parkade_cache.mover import JobId
+from parkade_cache.transfers import LoadJob, LoadSource, StoreJob, StoreTarget, TransferDone
+from parkade_serving.mover_socket import MoverPeer
+
+
+class StoreSpec(LoadStoreSpec):
+    """Where a store job's blocks go, in the order of its engine blocks."""
+
+    def __init__(self, targets: tuple[StoreTarget, ...], ticket: int = -1) -> None:
+        self.targets = targets
+        self.ticket = ticket
+
+
+class LoadSpec(LoadStoreSpec):
+    """Where a load job's blocks come from, in the order of its engine blocks."""
+
+    def __init__(self, sources: tuple[LoadSource, ...], deadline_s: float) -> None:
+        self.sources = sources
+        self.deadline_s = deadline_s
+
+
+class ParkadeWorker(OffloadingWorker):
+    """One rank's worker."""
+
+    def __init__(self, mover: LocalMover, peer: MoverPeer) -> None:
+        self.mover = mover
+        self._peer = peer
+        self.ended: list[TransferDone] = []
+
+    def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
+        """Engine to cache; returns at once."""
+        assert isinstance(dst_spec, StoreSpec)
+        job = StoreJob(JobId(job_id), _blocks(src_spec), dst_spec.targets)
+        self.mover.store(job, self.mover.device.fence())
+        return True
+
+    def submit_load(
+        self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
+    ) -> bool:
+        """Cache to engine; returns at once. ``expedited`` is 0.33's; every load here already has lanes of its own."""
+        assert isinstance(src_spec, LoadSpec)
+        job = LoadJob(JobId(job_id), _blocks(dst_spec), src_spec.sources, src_spec.deadline_s)
+        self.mover.load(job, self.mover.device.fence())
+        return True
+
+    def get_finished(self) -> list[TransferResult]:
+        """Ended transfers. Failures are kept in ``ended`` for the connector; the engine is told of an end only."""
+        results: list[TransferResult] = []
+        for done in self.mover.take_finished():
+            self.ended.append(done)
+            results.append(
+                TransferResult(
+                    job_id=int(done.job),
+                    success=True,
+                    transfer_size=done.ram_bytes + done.disk_bytes,
+                    transfer_time=done.seconds,
+                )
+            )
+        return results
+
+    def take_ended(self) -> list[TransferDone]:
+        """What ended since the last call, with its failures."""
+        ended, self.ended = self.ended, []
+        return ended
+
+    def wait(self, job_ids: set[int]) -> None:
+        """The engine takes these jobs' blocks away now: what was not copied is given up, not waited for."""
+        self.mover.cancel_transfers([JobId(job_id) for job_id in job_ids])
+
+    def shutdown(self) -> None:
+        """Stop the mover; what was ordered before is completed."""
+        self.mover.close()
+        self._peer.close()
+
+
+def _blocks(spec: GPULoadStoreSpec) -> tuple[DeviceBlock, ...]:
+    numbers = iter(spec.block_ids.tolist())
+    return tuple(
+        DeviceBlock(group=group, block=next(numbers))
+        for group, size in enumerate(spec.group_sizes)
+        for _ in range(size)
+    )
