@@ -80,7 +80,6 @@ class _Tally:
     released_bytes: int = 0
     heaps: list[HeapRecord] = field(default_factory=list)
     deadline: float = 0.0
-    step: int = 0
 
 
 class Admission:
@@ -162,7 +161,7 @@ class Admission:
         with state.lock:
             fresh = max(0, extents - state.slots.empty_extents)
             parked_need = extents * state.geometry.pod_extent_bytes
-        kind = NeedKind.PARK if new else NeedKind.PARK
+        kind = NeedKind.PARK
         need = self._margin.apply(kind, fresh * state.geometry.pod_extent_bytes)
         request = GateRequest(
             kind=kind,
@@ -182,7 +181,7 @@ class Admission:
             self._back_off.succeeded(kind)
             self._grant(turn, extents)
         else:
-            if decision.reason in (RefusalReason.LOW_MEMORY.value, RefusalReason.BUDGET.value):
+            if decision.reason != RefusalReason.PARKING_OFF.value:
                 self._back_off.refused(kind)
             self._refused(turn, decision.reason)
         self._decision_receipt(turn, request, decision)
@@ -245,7 +244,6 @@ class Admission:
         self.last_reading = reading
         if not reading.known:
             self.state.metrics.memory_unknown.inc()
-        self._tally.step += 1
         return reading, reserved
 
     def budget(self) -> Budget:
@@ -261,17 +259,10 @@ class Admission:
             )
 
     def victims(self) -> Sequence[Victim]:
-        """Those that may go, in order (G4, G6); worked out once it matters."""
-        budget = self.budget()
-        if self._tally.step <= 1 and budget.parked_bytes + self._tightness() <= budget.parked_max_bytes:
-            return ()
+        """Those that may go, in order (G4, G6); the gate asks only when something must."""
         return victims_of(
             self._candidates(), extent_bytes=self.state.geometry.pod_extent_bytes, held_extents=self._held_extents()
         )
-
-    def _tightness(self) -> int:
-        """Room in the parked budget below which victims are worked out at once."""
-        return self.state.policy.memory.parked.max // 4
 
     def _held_extents(self) -> frozenset[int]:
         """Extents with blocks that a job reads or writes just now (G9)."""

@@ -28,7 +28,7 @@ PENDING_DEADLINE_S = 2.0
 """How long a request waits for a block that is being copied or written before it is read anew."""
 
 ADMISSION_WAIT_S = 0.025
-"""How long a restore from disk waits to learn whether RAM has room to park it on the way."""
+"""How long a request waits for the gate to say whether RAM has room; after that its blocks go to disk."""
 
 _READY = int(RamState.READY)
 _FILLING = int(RamState.FILLING)
@@ -43,7 +43,6 @@ class Found(enum.Enum):
     HIT = "hit"
     PENDING = "pending"
     MISS = "miss"
-    RETRY = "retry"
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,20 +141,22 @@ class ConversationCache:
         if turn.disk_off:
             return Found.MISS
         if ledger.disk[row] == _PUBLISHED:
-            if turn.admission_pending and self.state.clock.monotonic() < turn.admission_deadline:
-                return Found.RETRY
             return Found.HIT
         if ledger.ram[row] == _FILLING or ledger.disk[row] == _WRITING:
             return Found.MISS if turn.gave_up_waiting else Found.PENDING
         return Found.MISS
 
     def still_waiting(self, turn: Turn) -> bool:
-        """Whether asking again would give the same answer: O(1), so that a retry costs nothing."""
+        """Whether asking now would be too early or give the same answer: O(1), so that a retry costs nothing.
+
+        The gate's answer is awaited before the first match: the engine plans a prompt's stores in the step that
+        schedules it, and where they go is decided then.
+        """
         now = self.state.clock.monotonic()
-        if turn.pending_since is None:
-            return False
         if turn.admission_pending and now < turn.admission_deadline:
             return True
+        if turn.pending_since is None:
+            return False
         if now - turn.pending_since > PENDING_DEADLINE_S:
             turn.gave_up_waiting = True
             return False

@@ -40,7 +40,7 @@ from parkade_cache.mover import (
     WrittenEntry,
 )
 from parkade_cache.slots import PAGE_BYTES, Geometry
-from parkade_cache.spill import FileSystem, PackBlock, PackEntry, PackHeader, PackInfo, PackReader, PackWriter
+from parkade_cache.spill import FileSystem, PackAddress, PackBlock, PackEntry, PackHeader, PackInfo, PackReader, PackWriter
 from parkade_cache.spill.layout import pack_path
 from parkade_cache.transfers import LoadJob, StoreJob, TransferDone
 
@@ -82,7 +82,7 @@ class _Transfer:
 
     job: JobId
     is_load: bool
-    pending: int
+    open: set[int]
     started: float
     deadline: float = float("inf")
     cancelled: bool = False
@@ -184,7 +184,7 @@ class LocalMover(Mover):
 
     def store(self, job: StoreJob, after: object = None) -> None:
         """Capture blocks of the engine; ``after`` is the device's fence. Returns at once."""
-        transfer = _Transfer(job=job.job, is_load=False, pending=len(job.blocks), started=self._clock())
+        transfer = _Transfer(job=job.job, is_load=False, open=set(range(len(job.blocks))), started=self._clock())
         with self._lock:
             self._transfers[job.job] = transfer
         if not job.blocks:
@@ -196,7 +196,7 @@ class LocalMover(Mover):
         """Bring blocks into the engine; returns at once."""
         now = self._clock()
         transfer = _Transfer(
-            job=job.job, is_load=True, pending=len(job.blocks), started=now, deadline=now + job.deadline_s
+            job=job.job, is_load=True, open=set(range(len(job.blocks))), started=now, deadline=now + job.deadline_s
         )
         with self._lock:
             self._transfers[job.job] = transfer
@@ -242,11 +242,13 @@ class LocalMover(Mover):
             self._finish(transfer, expired=True)
 
     def _settle(self, transfer: _Transfer, positions: Sequence[int], *, failed: bool = False) -> None:
+        """These positions are over; one that is over already stays as it ended."""
         with transfer.lock:
-            transfer.pending -= len(positions)
+            fresh = transfer.open.intersection(positions)
+            transfer.open -= fresh
             if failed:
-                transfer.failed.update(positions)
-            over = transfer.pending == 0
+                transfer.failed |= fresh
+            over = not transfer.open
         if over:
             self._finish(transfer)
 
@@ -297,8 +299,8 @@ class LocalMover(Mover):
                     self.device.copy_out(blocks, targets, after)
                     captured = True
                     transfer.ram_bytes += sum(len(target) for target in targets)
-                except (ParkadeError, RuntimeError) as error:
-                    _log.error("blocks could not be copied to RAM: %s", error)
+                except Exception:
+                    _log.exception("blocks could not be copied to RAM")
         self._settle(transfer, positions, failed=not captured)
 
     def _parked_view(self, slot: int, group: int) -> HostBytes:
@@ -590,6 +592,9 @@ class LocalMover(Mover):
             now, unit = unit[: len(buffers)], unit[len(buffers) :]
             try:
                 self._read_and_deliver(transfer, job, now, buffers, after)
+            except Exception:
+                _log.exception("a load from pack %s failed", job.sources[now[0]].pack)
+                self._settle(transfer, now, failed=True)
             finally:
                 for buffer in buffers:
                     self._staging.give(buffer)
@@ -656,9 +661,7 @@ class LocalMover(Mover):
         reader = PackReader(
             self._fs,
             pack_path(files.folder, pack),
-            pack_id=pack,
-            identity=files.identity,
-            rank=self.rank,
+            expected=PackAddress(pack_id=pack, identity=files.identity, rank=self.rank),
             direct=files.direct,
         )
         opened = _OpenPack(reader, reader.read_info())

@@ -15,9 +15,9 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Final
 
+from parkade_serving.environment import TOKEN_FILE_ENV
 from parkade_serving.problems import ProblemError
 
-TOKEN_FILE_ENV: Final = "PARKADE_TOKEN_FILE"  # noqa: S105 - the name of a variable
 _MAX_FILE_BYTES: Final = 64 * 1024
 _PASSED_ON: Final = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "via", "origin")
 

@@ -80,16 +80,16 @@ class ParkadeEndpoints:
 
     async def conversation(self, request: Request) -> Response:
         """One conversation; with `by=client` the id is the client's own, within `tenant` or `salt`."""
-        return await self._ask("conversation", {"id": conversation_query(request)}, _READ_S)
+        return await self._ask_about("conversation", {"id": conversation_query(request)}, _READ_S)
 
     async def forget(self, request: Request) -> Response:
         """Forget a conversation on every tier."""
-        return await self._ask("forget", {"id": conversation_query(request)}, _FORGET_S)
+        return await self._ask_about("forget", {"id": conversation_query(request)}, _FORGET_S)
 
     async def pin(self, request: Request) -> Response:
         """Keep a conversation from being let go, or no longer: `{"pinned": false}`."""
         pinned = pinned_of(await json_object(request, default={}))
-        return await self._ask("pin", {"id": conversation_query(request), "pinned": pinned}, _READ_S)
+        return await self._ask_about("pin", {"id": conversation_query(request), "pinned": pinned}, _READ_S)
 
     async def receipts(self, request: Request) -> Response:
         """Receipts, newest last: `since` (an id or unix seconds), `conversation`, `request`, `kind`, `limit`."""
@@ -108,7 +108,7 @@ class ParkadeEndpoints:
         """Take no new turns, finish those running, write everything out; answers when that is done."""
         seconds = seconds_query(request)
         mark_draining()
-        return await self._ask("drain", {"deadline_seconds": seconds}, seconds + _DRAIN_SLACK_S)
+        return await self._ask("drain", {"grace_s": seconds}, seconds + _DRAIN_SLACK_S)
 
     async def ready(self, _: Request) -> Response:
         """200 while this pod should be sent turns; knows about draining."""
@@ -135,6 +135,12 @@ class ParkadeEndpoints:
 
     async def _ask(self, name: str, params: Mapping[str, Any], timeout_s: float) -> Response:
         return _json(await self._client.acall(name, params, timeout_s))
+
+    async def _ask_about(self, name: str, params: Mapping[str, Any], timeout_s: float) -> Response:
+        answer = await self._client.acall(name, params, timeout_s)
+        if answer is None:
+            raise ProblemError(HTTPStatus.NOT_FOUND, f"no conversation {params['id']} is known here")
+        return _json(answer)
 
     async def _probe(self, name: str) -> Response:
         answer = await self._client.acall(name, {}, _PROBE_S)

@@ -33,7 +33,6 @@ _ANSWERS = {
     Found.HIT: LookupResult.HIT,
     Found.MISS: LookupResult.MISS,
     Found.PENDING: LookupResult.HIT_PENDING,
-    Found.RETRY: LookupResult.RETRY,
 }
 
 

@@ -32,7 +32,8 @@ class OwnerClient:
 
         """
         self._require_socket()
-        with zmq.Context.instance().socket(zmq.DEALER) as dealer:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        with context.socket(zmq.DEALER) as dealer:
             self._connect(dealer)
             dealer.send(encode(Request(name, dict(params or {}))))
             if not dealer.poll(max(0, round(timeout_s * 1000))):
@@ -43,7 +44,8 @@ class OwnerClient:
     async def acall(self, name: str, params: Mapping[str, Any] | None = None, timeout_s: float = 5.0) -> object:
         """`call` for an event loop; cancelling it gives the call up."""
         self._require_socket()
-        dealer = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+        context: zmq.asyncio.Context = zmq.asyncio.Context.instance()
+        dealer = context.socket(zmq.DEALER)
         try:
             self._connect(dealer)
             async with asyncio.timeout(timeout_s):

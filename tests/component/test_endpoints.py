@@ -60,6 +60,8 @@ class Owner:
     def conversation(self, params: dict[str, Any]) -> object:
         if params["id"] == "missing":
             raise LookupError("no conversation missing")
+        if params["id"] == "unknown":
+            return None
         return {"id": params["id"], "tokens": 5}
 
     def set_policy(self, params: dict[str, Any]) -> object:
@@ -134,6 +136,7 @@ def test_one_conversation_can_be_read_forgotten_and_pinned(owner: Owner, client:
 
 def test_an_unknown_conversation_is_a_404_problem(owner: Owner, client: TestClient) -> None:
     assert problem_of(client.get("/parkade/v1/conversations/missing"), 404) == "no conversation missing"
+    assert "unknown" in problem_of(client.get("/parkade/v1/conversations/unknown"), 404)
     problem_of(client.get("/parkade/v1/conversations/" + "x" * 600), 404)
     problem_of(client.get("/parkade/v1/conversations/a%00b"), 404)
 
@@ -181,7 +184,7 @@ def test_the_policy_is_read_and_replaced(owner: Owner, client: TestClient) -> No
 def test_a_drain_ends_readiness_and_not_life(owner: Owner, client: TestClient) -> None:
     assert client.get("/parkade/v1/ready").status_code == 200
     assert client.post("/parkade/v1/drain?seconds=5").json() == {"written": 3, "dropped": 0}
-    assert owner.calls[-1] == ("drain", {"deadline_seconds": 5.0})
+    assert owner.calls[-1] == ("drain", {"grace_s": 5.0})
     assert problem_of(client.get("/parkade/v1/ready"), 503) == "draining"
     assert client.get("/parkade/v1/live").json() == {"live": True}
 

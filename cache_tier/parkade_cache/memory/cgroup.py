@@ -31,7 +31,7 @@ _READ_BYTES: Final = 1 << 16
 _LONGEST_COUNT: Final = 24
 """Digits of 2^64 and a line break, with some to spare."""
 
-_COUNT = re.compile(rb"[0-9]+\n?")
+_COUNT = re.compile(rb"[0-9]{1,20}\n?")
 _OCTAL_ESCAPE = re.compile(r"\\([0-7]{3})")
 
 

@@ -134,6 +134,10 @@ class Victim:
     helps: bool = True
 
 
+Victims = Sequence[Victim] | Callable[[], Sequence[Victim]]
+"""Victims in order, or what works them out when they are needed."""
+
+
 def order_victims(candidates: Iterable[IdleT]) -> tuple[IdleT, ...]:
     """G6: least recently used first; but while that one is unwritten, a published one that has been idle at least
     half as long goes before it, because letting it go costs no write and loses nothing.
@@ -193,11 +197,25 @@ class Refuse:
     evictable_bytes: int = 0
 
 
+class ReleaseScope(enum.StrEnum):
+    """What a release asks to be given back."""
+
+    EVERYTHING = "everything"
+    """Empty extents and the heap of every process of the pod: once a decision, because it costs milliseconds."""
+    EXTENTS = "extents"
+    """Only extents that have become empty: all that an eviction or a finished write frees."""
+
+
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Give freed memory back to the kernel: empty extents, and on the ``first`` of a decision every heap too."""
+    """Give freed memory back to the kernel, so that the next reading shows it (G3)."""
 
-    first: bool
+    scope: ReleaseScope
+
+    @property
+    def first(self) -> bool:
+        """Whether it is the one release of a decision that asks the heaps as well."""
+        return self.scope is ReleaseScope.EVERYTHING
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +262,7 @@ class GateProgress:
 
     writes_in_flight_bytes: int = 0
     releases: int = 0
+    everything_released: bool = False
     release_due: bool = False
     evicted: tuple[ConversationId, ...] = ()
     passed_over: tuple[ConversationId, ...] = ()
@@ -256,8 +275,9 @@ class GateProgress:
         held_bytes = self.writes_in_flight_bytes if writes_in_flight_bytes is None else writes_in_flight_bytes
         renewed = replace(self, writes_in_flight_bytes=held_bytes)
         match step:
-            case Release():
-                return replace(renewed, releases=self.releases + 1, release_due=False)
+            case Release(scope):
+                everything = self.everything_released or scope is ReleaseScope.EVERYTHING
+                return replace(renewed, releases=self.releases + 1, everything_released=everything, release_due=False)
             case Evict(conversation):
                 return replace(renewed, evicted=(*self.evicted, conversation), release_due=True, wait_allowed=True)
             case AwaitWrites():
@@ -314,14 +334,15 @@ def plan(
     reading: Reading,
     reserved_bytes: int,
     budget: Budget,
-    victims: Sequence[Victim],
+    victims: Victims,
     progress: GateProgress = NOTHING_DONE,
 ) -> GateStep:
     """The next step for ``request`` (G1-G9, G13-G15). Pure.
 
     ``reading`` must be newer than the last step, and ``reserved_bytes`` no newer than the reading
     (``Reservations.total_bytes`` read first), so that bytes committed in between count twice rather than never.
-    ``victims`` are those that remain, in order; ones already evicted are ignored.
+    ``victims`` are those that remain, in order, or how to get them: working them out is only needed where something
+    has to go. Ones already evicted are ignored.
     """
     impossible = _impossible(request, budget)
     if impossible is not None:
@@ -329,8 +350,7 @@ def plan(
     if reading.available_bytes is None:
         return Refuse(RefusalReason.UNKNOWN_READING)
     shortage = _shortage(request, reading.available_bytes - reserved_bytes, budget)
-    remaining = _remaining(victims, progress)
-    return _step(shortage, remaining, progress, take_all=request.kind is NeedKind.PRESSURE)
+    return _step(shortage, victims, progress, take_all=request.kind is NeedKind.PRESSURE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -351,7 +371,7 @@ def plan_after_capture(
     reading: Reading,
     reserved_bytes: int,
     budget: Budget,
-    others: Sequence[Victim],
+    others: Victims,
     progress: GateProgress = NOTHING_DONE,
 ) -> CaptureStep:
     """The next step once ``fresh`` is in RAM and in ``budget``: do floor and budget still hold (G10, G11)? Pure.
@@ -368,8 +388,8 @@ def plan_after_capture(
         unknown = RefusalReason.UNKNOWN_READING
         return Refuse(unknown) if progress.fresh_gone else _part_with(fresh, unknown)
     shortage = _shortage_after_capture(fresh.floor_bytes, reading.available_bytes - reserved_bytes, budget)
-    remaining = tuple(victim for victim in _remaining(others, progress) if victim.conversation != fresh.conversation)
-    step = _step(shortage, remaining, progress, take_all=progress.fresh_gone)
+    others_only = progress.passing_over(Evict(fresh.conversation))
+    step = _step(shortage, others, others_only, take_all=progress.fresh_gone)
     if isinstance(step, Refuse) and not progress.fresh_gone:
         return _part_with(fresh, step.reason)
     return step
@@ -411,24 +431,28 @@ def _shortage_after_capture(floor_bytes: int, free_bytes: int, budget: Budget) -
     )
 
 
-def _remaining(victims: Sequence[Victim], progress: GateProgress) -> tuple[Victim, ...]:
+def _remaining(victims: Victims, progress: GateProgress) -> tuple[Victim, ...]:
     gone = progress.settled_with
-    return tuple(victim for victim in victims if victim.conversation not in gone)
+    listed = victims() if callable(victims) else victims
+    return tuple(victim for victim in listed if victim.conversation not in gone)
 
 
 def _evictable_bytes(victims: Sequence[Victim]) -> int:
     return sum(victim.freeable_bytes for victim in victims)
 
 
-def _step(shortage: _Shortage, victims: Sequence[Victim], progress: GateProgress, *, take_all: bool) -> GateStep:
+def _step(shortage: _Shortage, victims: Victims, progress: GateProgress, *, take_all: bool) -> GateStep:
     """The ladder: fits, release, wait for writes, refuse, evict. Each rung is tried before the next costs anything."""
     if shortage.nothing:
         return Admit()
-    if progress.release_due or (progress.releases == 0 and shortage.memory_bytes > 0):
-        return Release(first=progress.releases == 0)
+    if shortage.memory_bytes > 0 and not progress.everything_released:
+        return Release(ReleaseScope.EVERYTHING)
+    if progress.release_due:
+        return Release(ReleaseScope.EXTENTS)
     if progress.wait_allowed and progress.writes_in_flight_bytes > 0 and shortage.missing_bytes > 0:
         return AwaitWrites(held_bytes=progress.writes_in_flight_bytes)
-    useful = victims if shortage.conversations > 0 else tuple(victim for victim in victims if victim.helps)
+    remaining = _remaining(victims, progress)
+    useful = remaining if shortage.conversations > 0 else tuple(victim for victim in remaining if victim.helps)
     beyond = shortage.beyond(useful)
     if useful and (beyond.nothing or (take_all and _evictable_bytes(useful) > 0)):
         return Evict(useful[0].conversation)
@@ -562,7 +586,11 @@ class GateHost(Protocol):
     def budget(self) -> Budget: ...
 
     def victims(self) -> Sequence[Victim]:
-        """Those that may go now, in order."""
+        """Those that may go, in order; only asked for where something has to go.
+
+        The list may be kept for a whole decision, because evicted ones are ignored, but must be made anew once
+        ``evict`` has answered ``False``: what the later ones free has changed.
+        """
 
     def release(self, step: Release) -> int:
         """Bytes given back to the kernel."""
@@ -612,7 +640,7 @@ def decide(request: GateRequest, host: GateHost) -> GateDecision:
             reading=reading,
             reserved_bytes=reserved_bytes,
             budget=host.budget(),
-            victims=host.victims(),
+            victims=host.victims,
             progress=progress,
         )
         if isinstance(step, Admit | Refuse):

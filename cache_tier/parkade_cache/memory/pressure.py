@@ -117,7 +117,7 @@ def _is_critical(pressure: Pressure) -> bool:
 
 
 _LINE: Final = re.compile(
-    rb"^(some|full) avg10=([0-9]+\.[0-9]+) avg60=([0-9]+\.[0-9]+) avg300=([0-9]+\.[0-9]+) total=([0-9]+)$",
+    rb"^(some|full) avg10=([0-9]+\.[0-9]+) avg60=([0-9]+\.[0-9]+) avg300=([0-9]+\.[0-9]+) total=([0-9]{1,20})$",
     re.MULTILINE,
 )
 

@@ -228,7 +228,7 @@ def _limited(source: ReadingSource, limit_bytes: int, current_bytes: int, credit
     return Reading(available, source, limit_bytes, current_bytes, credit_bytes)
 
 
-_MEMINFO_VALUE: Final = re.compile(rb"[ \t]*([0-9]+) kB")
+_MEMINFO_VALUE: Final = re.compile(rb"[ \t]*([0-9]{1,20}) kB")
 
 
 def _meminfo_bytes(text: bytes, key: str) -> int:

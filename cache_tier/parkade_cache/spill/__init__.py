@@ -9,7 +9,7 @@ from parkade_cache.spill.files import FileSystem, Space
 from parkade_cache.spill.generation import GenerationLife
 from parkade_cache.spill.identity import Identity
 from parkade_cache.spill.outcome import Refusal, Reservation, WriteOutcome
-from parkade_cache.spill.pack import PACK_VERSION, PackEntry, PackHeader, PackInfo, pack_file_bytes
+from parkade_cache.spill.pack import PACK_VERSION, PackAddress, PackEntry, PackHeader, PackInfo, pack_file_bytes
 from parkade_cache.spill.pack_reader import PackReader
 from parkade_cache.spill.pack_writer import PackBlock, PackWriter
 from parkade_cache.spill.recovery import RecoveredPack, RecoveryReport
@@ -22,6 +22,7 @@ __all__ = [
     "FileSystem",
     "GenerationLife",
     "Identity",
+    "PackAddress",
     "PackBlock",
     "PackEntry",
     "PackHeader",

@@ -45,15 +45,34 @@ def plan_eviction(packs: Sequence[RecoveredPack], *, missing_bytes: int) -> tupl
     places = _places(packs)
     conversations = _conversations(packs)
     needed = Counter(key for conversation in conversations for key in conversation.chain)
+    ledger = _Ledger(packs)
     drops: list[PlannedDrop] = []
-    freed = 0
+    freed_bytes = 0
     for name, keys in _goes(places, conversations, needed):
         gone = [place for key in keys for place in places[key]]
         drops += _by_pack(name, gone)
-        freed += sum(place.nbytes for place in gone)
-        if freed >= missing_bytes:
+        freed_bytes += sum(ledger.take(place) for place in gone)
+        if freed_bytes >= missing_bytes:
             break
     return tuple(drops)
+
+
+class _Ledger:
+    """What each drop brings back: the block, and with a pack's last block the rest of its files."""
+
+    def __init__(self, packs: Iterable[RecoveredPack]) -> None:
+        self._live: dict[PackId, int] = {}
+        self._rest_bytes: dict[PackId, int] = {}
+        for pack in packs:
+            pack_id = pack.info.header.pack_id
+            payload_bytes = sum(entry.padded_bytes for entry in pack.info.entries)
+            self._live[pack_id] = len(pack.info.entries) - len(pack.dead)
+            self._rest_bytes[pack_id] = (pack.info.file_bytes - payload_bytes) * len(pack.infos)
+
+    def take(self, place: _Place) -> int:
+        self._live[place.pack_id] -= 1
+        rest_bytes = 0 if self._live[place.pack_id] else self._rest_bytes[place.pack_id]
+        return place.nbytes + rest_bytes
 
 
 def _goes(

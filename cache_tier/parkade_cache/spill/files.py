@@ -114,23 +114,23 @@ class FileSystem:
 
     def rename(self, source: Path, target: Path) -> None:
         """Move a name atomically, replacing the target."""
-        os.rename(source, target)
+        source.rename(target)
 
     def unlink(self, path: Path) -> None:
         """Remove a name."""
-        os.unlink(path)
+        path.unlink()
 
     def make_folder(self, path: Path) -> None:
         """One private folder; FileExistsError when something is there."""
-        os.mkdir(path, 0o700)
+        path.mkdir(0o700)
 
     def remove_folder(self, path: Path) -> None:
         """Remove an empty folder."""
-        os.rmdir(path)
+        path.rmdir()
 
     def names(self, folder: Path) -> list[str]:
         """Names in a folder, sorted."""
-        return sorted(os.listdir(folder))
+        return sorted(path.name for path in folder.iterdir())
 
     def space(self, path: Path) -> Space:
         """Size and room of the file system that holds ``path``."""

@@ -49,6 +49,17 @@ CREATE INDEX packs_by_conversation ON packs (conversation);
 CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 """
 
+_SUMS = "SELECT count(*), coalesce(sum(entries - dead), 0), coalesce(sum(file_bytes - returned_bytes), 0) FROM packs"
+_COUNT_DEAD = "UPDATE packs SET dead = (SELECT count(*) FROM dead WHERE pack_id = packs.pack_id) WHERE pack_id = ?"
+_DELETE_PACK = (
+    "DELETE FROM packs WHERE pack_id = ?",
+    "DELETE FROM pages WHERE pack_id = ?",
+    "DELETE FROM dead WHERE pack_id = ?",
+)
+_DELETE_UNUSED_CONVERSATION = (
+    "DELETE FROM conversations WHERE id = ? AND NOT EXISTS (SELECT 1 FROM packs WHERE conversation = id)"
+)
+
 _ERRNO = {
     sqlite3.SQLITE_FULL: errno.ENOSPC,
     sqlite3.SQLITE_READONLY: errno.EROFS,
@@ -186,8 +197,7 @@ class SpillIndex:
         with _translated("marking in"), self._transaction(durable=True):
             rows = [(pack_id, n) for n in entries]
             self._execute_many("INSERT OR IGNORE INTO dead (pack_id, entry) VALUES (?,?)", rows)
-            count = "(SELECT count(*) FROM dead WHERE dead.pack_id = packs.pack_id)"
-            self._execute(f"UPDATE packs SET dead = {count} WHERE pack_id = ?", (pack_id,))
+            self._execute(_COUNT_DEAD, (pack_id,))
 
     def mark_returned(self, pack_id: PackId, entries: Iterable[int], nbytes: int) -> None:
         """Dead blocks whose space the file system has back."""
@@ -201,10 +211,9 @@ class SpillIndex:
         """Forget a pack whose files are gone, and its conversation when that was its last."""
         with _translated("deleting from"), self._transaction():
             row = self._execute("SELECT conversation FROM packs WHERE pack_id = ?", (pack_id,)).fetchone()
-            for table in ("packs", "pages", "dead"):
-                self._execute(f"DELETE FROM {table} WHERE pack_id = ?", (pack_id,))
-            unused = "id = ? AND NOT EXISTS (SELECT 1 FROM packs WHERE conversation = id)"
-            self._execute(f"DELETE FROM conversations WHERE {unused}", row or ("",))
+            for statement in _DELETE_PACK:
+                self._execute(statement, (pack_id,))
+            self._execute(_DELETE_UNUSED_CONVERSATION, row or ("",))
 
     def touch(self, conversations: Iterable[str], now: float) -> None:
         """Conversations were used; those without a pack are ignored."""
@@ -216,8 +225,7 @@ class SpillIndex:
     def totals(self) -> IndexTotals:
         """What all packs take."""
         with _translated("summing"):
-            sums = "count(*), coalesce(sum(entries - dead), 0), coalesce(sum(file_bytes - returned_bytes), 0)"
-            packs, entries, disk_bytes = self._execute(f"SELECT {sums} FROM packs").fetchone()
+            packs, entries, disk_bytes = self._execute(_SUMS).fetchone()
             return IndexTotals(packs=int(packs), entries=int(entries), disk_bytes=int(disk_bytes))
 
     def written_since(self, since: float) -> list[tuple[float, int]]:

@@ -116,6 +116,7 @@ def open_checked(fs: FileSystem, path: Path, flags: int) -> int:
 
 def open_checked_file(fs: FileSystem, path: Path, flags: int) -> int:
     """The same in a folder that need not be ours: a mount's root belongs to whoever made the volume."""
+    check_file(fs.lstat(path), path)
     try:
         # Without O_NONBLOCK a pipe in a file's place would hold the caller for ever.
         fd = fs.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -151,12 +152,17 @@ def write_small_file(fs: FileSystem, path: Path, data: bytes) -> None:
         fs.unlink(temporary)
     fd = fs.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW)
     try:
-        if fs.pwritev(fd, [memoryview(data)], 0) != len(data):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        fs.flush(fd)
-    finally:
-        fs.close(fd)
-    fs.rename(temporary, path)
+        try:
+            if fs.pwritev(fd, [memoryview(data)], 0) != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            fs.flush(fd)
+        finally:
+            fs.close(fd)
+        fs.rename(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            fs.unlink(temporary)
+        raise
     fs.flush_folder(path.parent)
 
 

@@ -7,10 +7,12 @@ text only tells the next one who to ask. The file is never removed: removing a l
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import socket
 from pathlib import Path
+from typing import NoReturn
 
 from parkade_cache.errors import DirectoryInUseError, ParkadeError
 from parkade_cache.spill import layout
@@ -34,12 +36,9 @@ class DirectoryLock:
         """Lock the directory; DirectoryInUseError, naming pid and host, when another keeps it past ``wait_s``."""
         path = root / "lock"
         fd = _open_lock(fs, path)
-        deadline = clock.monotonic() + wait_s
         try:
-            while not fs.try_lock(fd):
-                if clock.monotonic() >= deadline:
-                    raise DirectoryInUseError(_message(fs, path))
-                clock.sleep(POLL_SECONDS)
+            if not _locked_within(fs, clock, fd, wait_s):
+                _refuse(fs, path)
             _sign(fs, fd, clock)
         except BaseException:
             fs.close(fd)
@@ -50,13 +49,24 @@ class DirectoryLock:
         """Let go; safe to call twice."""
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
-            self._fs.close(fd)
+            # Whatever close says, the kernel has taken the descriptor, and with it the lock.
+            with contextlib.suppress(OSError):
+                self._fs.close(fd)
 
 
 def _open_lock(fs: FileSystem, path: Path) -> int:
     with contextlib.suppress(FileExistsError):
         return fs.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW)
     return layout.open_checked_file(fs, path, os.O_RDWR)
+
+
+def _locked_within(fs: FileSystem, clock: Clock, fd: int, wait_s: float) -> bool:
+    deadline_s = clock.monotonic() + wait_s
+    while not fs.try_lock(fd):
+        if clock.monotonic() >= deadline_s:
+            return False
+        clock.sleep(POLL_SECONDS)
+    return True
 
 
 def _sign(fs: FileSystem, fd: int, clock: Clock) -> None:
@@ -67,9 +77,11 @@ def _sign(fs: FileSystem, fd: int, clock: Clock) -> None:
         fs.pwritev(fd, [memoryview(text)], 0)
 
 
-def _message(fs: FileSystem, path: Path) -> str:
+def _refuse(fs: FileSystem, path: Path) -> NoReturn:
     holder = "another process"
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError, ParkadeError):
         found = json.loads(layout.read_small_file(fs, path))
         holder = f"process {int(found['pid'])} on host {str(found['host'])[:253]}"
-    return f"spill directory {path.parent} is in use by {holder}; give each pod its own, or stop that process"
+    raise DirectoryInUseError(
+        errno.EBUSY, f"spill directory {path.parent} is in use by {holder}; give each pod its own, or stop that process"
+    )

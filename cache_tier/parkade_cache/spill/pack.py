@@ -69,6 +69,15 @@ class PackHeader:
 
 
 @dataclass(frozen=True, slots=True)
+class PackAddress:
+    """What the file at a pack's path must be, or it is refused (D1, D5)."""
+
+    pack_id: PackId
+    identity: str
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
 class PackInfo:
     """Everything about one rank's pack file but its payload; ``tips`` are the conversation's chain ends and tokens."""
 

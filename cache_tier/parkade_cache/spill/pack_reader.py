@@ -15,14 +15,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 from parkade_cache.errors import FormatError
-from parkade_cache.ids import PackId
 from parkade_cache.spill import layout
 from parkade_cache.spill.aligned import PAGE_BYTES, Buffer, align_up, aligned_buffer, byte_view, is_aligned, wipe
 from parkade_cache.spill.files import FileSystem
 from parkade_cache.spill.lanes import DEFAULT_DEPTH, Lanes
 from parkade_cache.spill.pack import (
+    PackAddress,
     PackEntry,
     PackHeader,
     PackInfo,
@@ -103,18 +104,16 @@ class PackReader:
         fs: FileSystem,
         path: Path,
         *,
-        pack_id: PackId,
-        identity: str,
-        rank: int,
+        expected: PackAddress,
         direct: bool,
         depth: int = DEFAULT_DEPTH,
     ) -> None:
         """Open the file; UnsafePathError for anything but a regular file of ours, SpillError when it cannot be opened.
 
-        ``pack_id``, ``identity`` and ``rank`` are what the file must be; ``read_info`` checks them.
+        ``read_info`` checks that the file is the ``expected`` one.
         """
         self._fs = fs
-        self._expected = (pack_id, identity, rank)
+        self._expected = expected
         self._direct = direct
         self._depth = depth
         self._lanes = Lanes(depth=depth)
@@ -124,14 +123,14 @@ class PackReader:
             self._file_bytes = fs.fstat(self._fd).st_size
         except OSError as error:
             self.close()
-            layout.raise_spill_error(error, f"opening pack {pack_id}")
+            layout.raise_spill_error(error, f"opening pack {expected.pack_id}")
 
     def read_info(self) -> PackInfo:
         """Header, entries and tips; FormatError when anything about them does not hold (case 42)."""
         try:
             return self._read_info()
         except OSError as error:
-            layout.raise_spill_error(error, f"reading pack {self._expected[0]}")
+            layout.raise_spill_error(error, f"reading pack {self._expected.pack_id}")
 
     def read_into(self, entries: Sequence[PackEntry], buffers: Sequence[Buffer], *, verify: bool = True) -> list[bool]:
         """Read blocks into the caller's memory; for each, whether its bytes are what was written (D4).
@@ -159,7 +158,7 @@ class PackReader:
                     self._fs.drop_cache(fd, 0, 0)
             self._fs.close(fd)
 
-    def __enter__(self) -> PackReader:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -177,8 +176,8 @@ class PackReader:
 
     def _checked_header(self, page: bytes) -> PackHeader:
         header = parse_header(page)
-        if (header.pack_id, header.identity, header.rank) != self._expected:
-            raise FormatError(f"pack {self._expected[0]} holds another pack, identity or rank than its place says")
+        if PackAddress(header.pack_id, header.identity, header.rank) != self._expected:
+            raise FormatError(f"not the pack, identity or rank that its place says: {self._expected.pack_id}")
         return header
 
     def _read_at(self, offset: int, nbytes: int) -> bytes:

@@ -19,6 +19,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 from parkade_cache.errors import SpillError
 from parkade_cache.ids import BlockKey
@@ -189,7 +190,7 @@ class PackWriter:
         self._fail()
         self._state = WriterState.ABORTED
 
-    def __enter__(self) -> PackWriter:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

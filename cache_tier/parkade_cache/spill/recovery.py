@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from parkade_cache.errors import FormatError, IndexDamagedError, SpillError, UnsafePathError
 from parkade_cache.ids import PackId
 from parkade_cache.spill import layout
-from parkade_cache.spill.files import FileSystem
 from parkade_cache.spill.index import IndexedPack, SpillIndex
 from parkade_cache.spill.pack import PackInfo
 from parkade_cache.spill.quarantine import Quarantine
@@ -66,21 +65,17 @@ class Recovery:
 
     def __init__(
         self,
-        fs: FileSystem,
         *,
         index: SpillIndex,
         shelf: PackShelf,
         quarantine: Quarantine,
-        fingerprint: str,
         book: PackBook,
         report: RecoveryReport,
     ) -> None:
         """Shares index and book with the store, on the store's thread."""
-        self._fs = fs
         self._index = index
         self._shelf = shelf
         self._quarantine = quarantine
-        self._fingerprint = fingerprint
         self._book = book
         self._report = report
 
@@ -138,7 +133,7 @@ class Recovery:
     def quarantine(self, pack_id: PackId, reason: str) -> None:
         """Take a damaged pack out of service. Files first: a row without files is dropped at the next open."""
         _log.warning("pack %s is damaged and goes to quarantine: %s", pack_id, reason)
-        self._quarantine.take(self._shelf.paths(pack_id), fingerprint=self._fingerprint)
+        self._quarantine.take(self._shelf.paths(pack_id), fingerprint=self._shelf.fingerprint)
         self._forget(pack_id)
         self._report.quarantined += 1
 
@@ -247,5 +242,5 @@ class Recovery:
             if pack_id is None or pack_id in self._book.in_flight:
                 continue
             with contextlib.suppress(UnsafePathError, SpillError):
-                layout.remove_file(self._fs, path)
+                self._shelf.remove_unfinished(path)
                 self._report.removed_temporaries += 1

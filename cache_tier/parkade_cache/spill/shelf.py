@@ -14,7 +14,7 @@ from parkade_cache.spill import layout
 from parkade_cache.spill.aligned import PAGE_BYTES
 from parkade_cache.spill.files import FileSystem
 from parkade_cache.spill.layout import IdentityFolder
-from parkade_cache.spill.pack import PackInfo, same_shape
+from parkade_cache.spill.pack import PackAddress, PackInfo, same_shape
 from parkade_cache.spill.pack_reader import PackReader
 
 
@@ -35,6 +35,11 @@ class PackShelf:
         self._fs = fs
         self._folder = folder
         self._ranks = range(ranks)
+
+    @property
+    def fingerprint(self) -> str:
+        """The identity whose files these are."""
+        return self._folder.fingerprint
 
     def prepare(self) -> None:
         """Make the folders that writers need."""
@@ -57,6 +62,10 @@ class PackShelf:
         """Files in the temporary folders, whosever they are."""
         folders = [self._folder.rank(rank) / "tmp" for rank in self._ranks]
         return [folder / name for folder in folders for name in self._fs.names(folder)]
+
+    def remove_unfinished(self, path: Path) -> None:
+        """Remove one of them."""
+        layout.remove_file(self._fs, path)
 
     def check(self, infos: tuple[PackInfo, ...]) -> PackHealth:
         """Compare names and sizes with what the index says, without opening a file."""
@@ -131,9 +140,8 @@ class PackShelf:
     def _read_info(self, pack_id: PackId, rank: int) -> PackInfo:
         path = layout.pack_path(self._folder.rank(rank), pack_id)
         # Three small reads: not worth a probe for direct I/O, and dropped from the page cache at once.
-        with PackReader(
-            self._fs, path, pack_id=pack_id, identity=self._folder.fingerprint, rank=rank, direct=False, depth=0
-        ) as reader:
+        expected = PackAddress(pack_id, self.fingerprint, rank)
+        with PackReader(self._fs, path, expected=expected, direct=False, depth=0) as reader:
             return reader.read_info()
 
     def _rank_holes(self, info: PackInfo, rank: int) -> Iterator[int]:

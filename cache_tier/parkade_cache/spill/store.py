@@ -11,12 +11,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import os
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
 from parkade_cache.errors import FormatError, IndexDamagedError, SettingsError, SpillError
 from parkade_cache.ids import ConversationId, PackId
@@ -114,6 +114,8 @@ class SpillStore:
         self._held: Counter[PackId] = Counter()
         self._owed: set[PackId] = set()
         self._closed = False
+        self._last_id = 0
+        self._index_damage = ""
         self.recovery_report = RecoveryReport()
         self._generation = open_generation(fs, clock, config.root, identity)
         self._open_identity()
@@ -160,7 +162,7 @@ class SpillStore:
             self._index.close()
             self._lock.release()
 
-    def __enter__(self) -> SpillStore:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -177,6 +179,11 @@ class SpillStore:
     def fingerprint(self) -> str:
         """The identity in force, with its generation: what every pack's header must say."""
         return self._folder.fingerprint
+
+    @property
+    def ranks(self) -> int:
+        """How many files make one pack."""
+        return self._config.ranks
 
     def rank_folder(self, rank: int) -> Path:
         """Where one rank's mover writes."""
@@ -221,9 +228,7 @@ class SpillStore:
 
     # -- writing -----------------------------------------------------------------------------------------------------
 
-    def reserve(
-        self, nbytes: int, *, urgent: bool = False, pack_id: PackId | None = None
-    ) -> Reservation | Refusal:
+    def reserve(self, nbytes: int, *, urgent: bool = False, pack_id: PackId | None = None) -> Reservation | Refusal:
         """Room and budget for one pack of ``nbytes``, all ranks together, or why not (D2).
 
         ``pack_id`` names a pack that was named before its room was asked for, as streams are.
@@ -392,7 +397,7 @@ class SpillStore:
         self._book = PackBook()
         self._scanned = False
         self._adoptable = False
-        self._index_damage: str = ""
+        self._index_damage = ""
         for path in (layout.identities_folder(root), self._folder.path):
             layout.ensure_folder(self._fs, path)
         self._shelf = PackShelf(self._fs, self._folder, ranks=self._config.ranks)
@@ -432,11 +437,9 @@ class SpillStore:
 
     def _recovery(self) -> Recovery:
         return Recovery(
-            self._fs,
             index=self._index,
             shelf=self._shelf,
             quarantine=self._quarantine,
-            fingerprint=self._folder.fingerprint,
             book=self._book,
             report=self.recovery_report,
         )
@@ -548,5 +551,5 @@ def _space_refusal(shortage: Shortage) -> Refusal | None:
 def _prepare_root(fs: FileSystem, root: Path) -> None:
     with contextlib.suppress(FileExistsError):
         fs.make_folder(root)
-    if not os.path.isdir(root):
+    if not root.is_dir():
         raise SpillError(errno.ENOTDIR, f"not a folder: {root}")

@@ -120,6 +120,7 @@ class SimulatedHost:
     evicted: list[ConversationId] = field(default_factory=list)
     log: list[str] = field(default_factory=list)
     readings: int = 0
+    victims_asked: int = 0
     _still_to_take: Iterator[int] | None = None
 
     def sample(self) -> Reading:
@@ -146,6 +147,7 @@ class SimulatedHost:
         )
 
     def victims(self) -> Sequence[Victim]:
+        self.victims_asked += 1
         return victims_of(self.parked, extent_bytes=self.extent_bytes)
 
     def release(self, step: Release) -> int:

@@ -16,6 +16,7 @@ from parkade_cache.memory.gate import (
     RefusalReason,
     Refuse,
     Release,
+    ReleaseScope,
     Victim,
     plan_after_capture,
 )
@@ -23,7 +24,7 @@ from parkade_cache.memory.reading import Reading, ReadingSource, unknown
 
 MIB = 1 << 20
 FRESH = ConversationId("fresh")
-RELEASED = GateProgress(releases=1)
+RELEASED = GateProgress(releases=1, everything_released=True)
 
 
 def fresh(*, mib: int = 50, disk: bool = True, floor_mib: int = 100) -> Capture:
@@ -54,7 +55,7 @@ def test_g10_a_floor_that_holds_needs_nothing():
 
 
 def test_g10_short_means_a_release_before_anything_else():
-    assert after(fresh(), 99, others=3) == Release(first=True)
+    assert after(fresh(), 99, others=3) == Release(ReleaseScope.EVERYTHING)
 
 
 def test_g10_then_the_oldest_others_go_and_the_fresh_one_stays():
@@ -62,8 +63,10 @@ def test_g10_then_the_oldest_others_go_and_the_fresh_one_stays():
     assert step == Evict(ConversationId("c0"))
 
     progress = RELEASED.after(step)
-    assert after(fresh(), 85, others=3, progress=progress) == Release(first=False)
-    assert after(fresh(), 95, others=3, progress=progress.after(Release(first=False))) == Evict(ConversationId("c1"))
+    assert after(fresh(), 85, others=3, progress=progress) == Release(ReleaseScope.EXTENTS)
+    assert after(fresh(), 95, others=3, progress=progress.after(Release(ReleaseScope.EXTENTS))) == Evict(
+        ConversationId("c1")
+    )
 
 
 def test_g10_only_when_the_others_do_not_suffice_the_fresh_one_goes_to_disk_and_nobody_else():
@@ -84,7 +87,7 @@ def test_g10_the_fresh_one_itself_is_never_among_the_others():
 
 
 def test_g10_with_the_fresh_one_gone_and_the_floor_still_broken_others_go_as_far_as_it_helps():
-    gone = RELEASED.after(HandToDisk(FRESH, RefusalReason.LOW_MEMORY)).after(Release(first=False))
+    gone = RELEASED.after(HandToDisk(FRESH, RefusalReason.LOW_MEMORY)).after(Release(ReleaseScope.EXTENTS))
 
     assert after(fresh(), 60, others=3, progress=gone) == Evict(ConversationId("c0"))
     assert after(fresh(), 60, others=0, progress=gone) == Refuse(
@@ -101,7 +104,7 @@ def test_g10_bytes_promised_to_others_come_off_the_reading_after_a_capture_too()
         others=[],
     )
 
-    assert step == Release(first=True)
+    assert step == Release(ReleaseScope.EVERYTHING)
 
 
 def test_case_27_unknown_after_a_capture_evicts_nothing_and_hands_the_fresh_one_to_disk():

@@ -80,6 +80,16 @@ def test_m1_of_several_mounts_the_one_that_shows_the_most_ancestors_is_used(mach
     assert folders(machine) == ["/sys/fs/cgroup", "/sys/fs/cgroup/slice", "/sys/fs/cgroup/slice/pod"]
 
 
+def test_m5_of_two_mounts_that_show_the_same_part_the_later_one_is_used(machine: Any):
+    machine.joins(v2="/")
+    lines = ["41 31 0:38 / /hidden rw - cgroup2 cgroup2 rw", "42 31 0:38 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw"]
+    (machine.root / "proc/self/mountinfo").write_text("\n".join(lines) + "\n")
+    machine.v2_group("", max="max", current=0)
+    machine.v2_group("", point="/hidden", max="max", current=0)
+
+    assert folders(machine) == ["/sys/fs/cgroup"]
+
+
 def test_m5_a_process_that_is_moved_is_followed_at_the_next_sample(machine: Any):
     machine.joins(v2="/a")
     machine.mounts(v2="/sys/fs/cgroup")

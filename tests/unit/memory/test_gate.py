@@ -20,6 +20,7 @@ from parkade_cache.memory.gate import (
     RefusalReason,
     Refuse,
     Release,
+    ReleaseScope,
     Reservations,
     Victim,
     decide,
@@ -56,6 +57,7 @@ def test_case_13_g1_a_reading_that_fits_admits_without_release_or_eviction(simul
 
     assert decision.admitted
     assert host.log == ["read"]
+    assert host.victims_asked == 0, "nobody has to go, so nobody is looked for"
 
 
 def test_g2_an_unknown_reading_refuses_with_no_release_and_no_eviction(simulated_host: Any, conversations: Any):
@@ -76,6 +78,7 @@ def test_case_14_g3_a_shortage_that_freed_heap_covers_costs_one_release_and_no_e
 
     assert decision.admitted
     assert host.log == ["read", "release", "read"]
+    assert host.victims_asked == 0
     assert decision.released_bytes == 1024 * MIB
     assert (decision.before.available_bytes, decision.after.available_bytes) == (4501 * MIB, 5525 * MIB)
 
@@ -247,6 +250,14 @@ def test_g8_a_budget_that_is_short_evicts_the_minimum_without_any_release_before
     assert decision.admitted
     assert host.evicted == ["c0", "c1"]
     assert host.log[:2] == ["read", "evict c0"]
+
+
+def test_g3_memory_that_runs_short_after_an_eviction_for_the_budget_still_gets_its_one_full_release():
+    for_the_budget = GateProgress().after(Evict(ConversationId("a"))).after(Release(ReleaseScope.EXTENTS))
+
+    step = plan(park(10), reading=known(9), reserved_bytes=0, budget=UNBOUNDED, victims=[], progress=for_the_budget)
+
+    assert step == Release(ReleaseScope.EVERYTHING)
 
 
 def test_g8_a_budget_that_eviction_cannot_meet_refuses_with_0_evictions(simulated_host: Any, conversations: Any):
@@ -473,11 +484,11 @@ def test_the_steps_can_be_driven_by_hand_with_values_alone():
         progress = progress.after(step)
 
     assert seen == [
-        Release(first=True),
+        Release(ReleaseScope.EVERYTHING),
         Evict(ConversationId("a")),
-        Release(first=False),
+        Release(ReleaseScope.EXTENTS),
         Evict(ConversationId("b")),
-        Release(first=False),
+        Release(ReleaseScope.EXTENTS),
         Admit(),
     ]
 
@@ -490,7 +501,7 @@ def test_g9_the_progress_carries_what_writes_hold_and_renews_it_with_each_step()
         reserved_bytes=0,
         budget=UNBOUNDED,
         victims=[],
-        progress=progress.after(Release(first=True)),
+        progress=progress.after(Release(ReleaseScope.EVERYTHING)),
     )
 
     assert step == AwaitWrites(held_bytes=7)

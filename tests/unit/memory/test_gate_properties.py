@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parkade_cache.ids import ConversationId
@@ -30,6 +30,9 @@ from parkade_cache.memory.gate import (
     plan_after_capture,
 )
 from parkade_cache.memory.reading import Reading, ReadingSource, admits, unknown
+
+UNHURRIED = settings(deadline=None)
+"""Others may be using the processors: how long one example takes says nothing."""
 
 SMALL = st.integers(min_value=0, max_value=40)
 
@@ -89,6 +92,7 @@ def decided(build: Callable[..., Any], host: dict[str, Any], request: GateReques
     return built, decide(request, built)
 
 
+@UNHURRIED
 @given(host=hosts(ANY_HOST), request=REQUESTS)
 def test_g8_every_decision_ends_and_takes_each_conversation_at_most_once(
     simulated_host: Any, host: dict[str, Any], request: GateRequest
@@ -101,6 +105,7 @@ def test_g8_every_decision_ends_and_takes_each_conversation_at_most_once(
     assert decision.progress.waits <= 1 + len(decision.progress.evicted)
 
 
+@UNHURRIED
 @given(host=hosts(ANY_HOST), request=REQUESTS)
 def test_g4_nothing_pinned_is_ever_evicted(simulated_host: Any, host: dict[str, Any], request: GateRequest):
     built, _ = decided(simulated_host, host, request)
@@ -108,6 +113,7 @@ def test_g4_nothing_pinned_is_ever_evicted(simulated_host: Any, host: dict[str, 
     assert not {one.conversation for one in host["parked"] if one.pinned} & set(built.evicted)
 
 
+@UNHURRIED
 @given(host=hosts(ANY_HOST), request=REQUESTS)
 def test_g7_an_unknown_reading_is_the_last_thing_that_happens(
     simulated_host: Any, host: dict[str, Any], request: GateRequest
@@ -120,6 +126,7 @@ def test_g7_an_unknown_reading_is_the_last_thing_that_happens(
         assert built.readings <= host["unknown_from"]
 
 
+@UNHURRIED
 @given(host=hosts(ANY_HOST), request=REQUESTS)
 def test_m10_whatever_is_admitted_fits_the_last_reading_and_the_budget(
     simulated_host: Any, host: dict[str, Any], request: GateRequest
@@ -133,6 +140,7 @@ def test_m10_whatever_is_admitted_fits_the_last_reading_and_the_budget(
             assert built.budget().parked_bytes + request.parked_need_bytes <= built.budget().parked_max_bytes
 
 
+@UNHURRIED
 @given(host=hosts(ANY_HOST), request=REQUESTS)
 def test_g1_what_fits_at_the_first_reading_costs_nothing(
     simulated_host: Any, host: dict[str, Any], request: GateRequest
@@ -144,6 +152,7 @@ def test_g1_what_fits_at_the_first_reading_costs_nothing(
         assert built.log == ["read"]
 
 
+@UNHURRIED
 @given(host=hosts(HONEST), request=REQUESTS)
 def test_g5_on_an_honest_host_a_refusal_follows_no_eviction(
     simulated_host: Any, host: dict[str, Any], request: GateRequest
@@ -155,6 +164,7 @@ def test_g5_on_an_honest_host_a_refusal_follows_no_eviction(
         assert built.evicted == []
 
 
+@UNHURRIED
 @given(host=hosts(HONEST), request=REQUESTS)
 def test_g6_on_an_honest_host_the_shortest_sufficient_run_of_victims_goes(
     simulated_host: Any, host: dict[str, Any], request: GateRequest
@@ -191,6 +201,7 @@ BUDGETS = st.builds(Budget, parked_bytes=SMALL, parked_max_bytes=SMALL, conversa
 READINGS = SMALL.map(lambda available: Reading(available, ReadingSource.CGROUP)) | st.just(unknown("gone"))
 
 
+@UNHURRIED
 @given(request=REQUESTS, reading=READINGS, reserved=SMALL, budget=BUDGETS, victims=VICTIMS)
 def test_g2_and_g5_a_plan_evicts_only_on_a_known_reading_and_only_where_it_can_help(
     request: GateRequest, reading: Reading, reserved: int, budget: Budget, victims: list[Victim]
@@ -204,6 +215,7 @@ def test_g2_and_g5_a_plan_evicts_only_on_a_known_reading_and_only_where_it_can_h
         assert reading.available_bytes - reserved + freed >= request.need_bytes + request.floor_bytes
 
 
+@UNHURRIED
 @given(
     parked=SMALL,
     disk=st.booleans(),

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parkade_cache.memory.gate import Margin, NeedKind
+
+UNHURRIED = settings(deadline=None)
+"""Others may be using the processors: how long one example takes says nothing."""
 
 BYTES = st.integers(min_value=0, max_value=1 << 45)
 
@@ -51,6 +54,7 @@ def test_g13_a_restore_is_priced_with_its_own_bytes_whatever_was_learnt():
     assert margin.apply(NeedKind.RESTORE, 1000) == 1000
 
 
+@UNHURRIED
 @given(observed=st.lists(st.tuples(BYTES, BYTES)), need=BYTES)
 def test_g11_a_margin_never_shrinks_a_need_and_never_more_than_doubles_it(observed: list[tuple[int, int]], need: int):
     margin = Margin()

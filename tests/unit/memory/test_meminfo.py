@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from parkade_cache.errors import MalformedAccountError
+from parkade_cache.memory.cgroup import parse_groups, parse_mounts
+from parkade_cache.memory.pressure import PressureScope, parse_pressure
 from parkade_cache.memory.reading import ReadingSource, admits, parse_meminfo
+
+UNHURRIED = settings(deadline=None)
 
 BROKEN = {
     "empty": "",
@@ -19,6 +26,7 @@ BROKEN = {
     "unit stuck to a letter": "MemAvailable: 1x\n",
     "2^64-1 kB overflows as bytes": f"MemAvailable: {2**64 - 1} kB\n",
     "2^64 kB": f"MemAvailable: {2**64} kB\n",
+    "more digits than a number may have": "MemAvailable: " + "9" * 5000 + " kB\n",
     "trailing word": "MemAvailable: 1 kB more\n",
     "key twice": "MemAvailable: 1 kB\nMemAvailable: 1 kB\n",
     "key twice, second broken": "MemAvailable: 1 kB\nMemAvailable: x\n",
@@ -66,6 +74,14 @@ def test_m2_a_broken_total_does_not_hide_what_is_available():
     meminfo = parse_meminfo(b"MemTotal: lots\nMemAvailable: 3 kB")
 
     assert (meminfo.available_bytes, meminfo.total_bytes) == (3072, None)
+
+
+@UNHURRIED
+@given(st.binary() | st.binary().map(lambda tail: b"MemAvailable: " + tail) | st.text().map(str.encode))
+def test_m2_whatever_a_kernel_file_holds_it_is_a_number_or_malformed_and_nothing_else(text: bytes):
+    for parse in (parse_meminfo, parse_groups, parse_mounts, lambda text: parse_pressure(text, PressureScope.GROUP)):
+        with contextlib.suppress(MalformedAccountError):
+            parse(text)
 
 
 def test_m9_an_unreadable_meminfo_is_unknown_with_and_without_a_cap(pod: Any):

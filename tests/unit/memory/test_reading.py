@@ -130,6 +130,7 @@ def test_case_10_m6_on_v1_only_the_hierarchical_counts_are_credited(machine: Any
 
 def test_m6_only_the_clean_inactive_file_cache_is_credited(pod: Any):
     stat = {
+        "shadow_inactive_file": 9 * GIB,
         "anon": 9 * GIB,
         "active_file": 9 * GIB,
         "shmem": 9 * GIB,
@@ -225,7 +226,7 @@ def test_case_8_equal_room_under_cap_and_machine_reports_the_flag(pod: Any):
     assert pod.sample(cap_bytes=80 * GIB).source is ReadingSource.FLAG
 
 
-MALFORMED = ["", "many", "-1", "+5", "1 2", "max max", "12MiB", str(2**64)]
+MALFORMED = ["", "many", "9" * 5000, "-1", "+5", "1 2", "max max", "12MiB", str(2**64)]
 
 
 @pytest.mark.parametrize("text", MALFORMED)
