@@ -43,6 +43,7 @@ class Conversation:
     in_flight: int = 0
     turns: int = 0
     dirty: bool = False
+    """It may have blocks in RAM only. Set through ``Conversations``, which keeps those that are in order."""
     too_short: bool = False
     writing: set[JobId] = field(default_factory=set)
     retry_write_at: float = 0.0
@@ -70,6 +71,7 @@ class Conversations:
     def __init__(self) -> None:
         self._by_id: OrderedDict[ConversationId, Conversation] = OrderedDict()
         self._tip_owner: dict[int, ConversationId] = {}
+        self._dirty: OrderedDict[ConversationId, Conversation] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -104,6 +106,32 @@ class Conversations:
         self._by_id[conversation.id] = conversation
         self._by_id.move_to_end(conversation.id, last=False)
 
+    def sort_by_last_use(self) -> None:
+        """Old conversations came back in the order of their packs; victims go in the order of last use (D6)."""
+        self._by_id = OrderedDict(sorted(self._by_id.items(), key=lambda item: item[1].last_used))
+
+    # -- which may have something to write -----------------------------------------------------------------
+
+    @property
+    def dirty(self) -> list[Conversation]:
+        """Those that may have blocks in RAM only, the one that has waited longest first."""
+        return list(self._dirty.values())
+
+    def mark_dirty(self, conversation: Conversation) -> None:
+        """The conversation may have blocks in RAM only; it is the last to be written behind."""
+        conversation.dirty = True
+        if self._by_id.get(conversation.id) is conversation:
+            self._dirty[conversation.id] = conversation
+            self._dirty.move_to_end(conversation.id)
+
+    def mark_clean(self, conversation: Conversation) -> None:
+        """Nothing of the conversation needs to be written just now."""
+        conversation.dirty = False
+        if self._dirty.get(conversation.id) is conversation:
+            del self._dirty[conversation.id]
+
+    # -- tips -----------------------------------------------------------------------------------------------
+
     def tip_added(self, conversation: Conversation, tip: Tip) -> None:
         """Remember that ``tip`` is where a chain of the conversation ends."""
         conversation.tips.append(tip)
@@ -118,5 +146,7 @@ class Conversations:
                 del self._tip_owner[row]
 
     def remove(self, conversation: Conversation) -> None:
-        """The conversation is gone from every tier."""
-        self._by_id.pop(conversation.id, None)
+        """The conversation is gone from every tier; another that has since begun under its id is not touched."""
+        self.mark_clean(conversation)
+        if self._by_id.get(conversation.id) is conversation:
+            del self._by_id[conversation.id]

@@ -199,6 +199,10 @@ class Ledger:
         """Stop keeping a tip's chain in RAM; the tip itself stays."""
         self._lower(self.ram_hold, row, self._unheld_ram)
 
+    def hold_disk(self, row: int) -> None:
+        """Keep an existing tip's chain on disk again."""
+        self._raise(self.disk_hold, row)
+
     def unhold_disk(self, row: int) -> None:
         """Stop keeping a tip's chain on disk; the tip itself stays."""
         self._lower(self.disk_hold, row, self._unheld_disk)
@@ -223,12 +227,13 @@ class Ledger:
     def take_unheld_ram(self) -> list[int]:
         """Blocks whose RAM hold ended since the last call and that still have none."""
         rows, self._unheld_ram = self._unheld_ram, []
-        return [row for row in rows if not self.ram_hold[row] and self.ram[row] != _ABSENT]
+        # A hold that ended, began and ended again has put its row here twice.
+        return [row for row in dict.fromkeys(rows) if not self.ram_hold[row] and self.ram[row] != _ABSENT]
 
     def take_unheld_disk(self) -> list[int]:
         """Blocks whose disk hold ended since the last call and that still have none."""
         rows, self._unheld_disk = self._unheld_disk, []
-        return [row for row in rows if not self.disk_hold[row] and self.disk[row] != _ABSENT]
+        return [row for row in dict.fromkeys(rows) if not self.disk_hold[row] and self.disk[row] != _ABSENT]
 
     def postpone_unheld(self, *, ram: Iterable[int] = (), disk: Iterable[int] = ()) -> None:
         """Hand rows back that are pinned just now; the next ``take_unheld_*`` returns them again."""
@@ -312,22 +317,27 @@ class Ledger:
 
     def rows_of_pack(self, pack: int) -> list[int]:
         """Rows published in ``pack``; one pass over a column, for the rare case of a damaged pack."""
-        candidates = np.flatnonzero(np.array(self.pack, dtype=np.int32) == pack)
+        # A view, not a copy; it is gone before the column can grow again.
+        candidates = np.flatnonzero(np.frombuffer(self.pack, dtype=np.intc) == pack)
         return [int(row) for row in candidates if self.disk[row] == _PUBLISHED]
 
     def ram_frees(self, row: int, gone: dict[int, int]) -> list[int]:
-        """RAM blocks that would be free if the hold of the chain ending at ``row`` went.
+        """RAM blocks that would be free if the hold of the chain ending at ``row`` went, pinned ones included.
 
         ``gone`` carries the holds that chains assumed gone before would have taken away; it is updated, so
         that a sequence of calls gives what a sequence of evictions gives (G4).
         """
-        hold, parent, ram, pins = self.ram_hold, self.parent, self.ram, self.pins
-        freed: list[int] = []
+        return [free for free in self._frees(self.ram_hold, row, gone) if self.ram[free] != _ABSENT]
+
+    def disk_frees(self, row: int, gone: dict[int, int]) -> list[int]:
+        """As ``ram_frees``, for published blocks on disk (D6)."""
+        return [free for free in self._frees(self.disk_hold, row, gone) if self.disk[free] == _PUBLISHED]
+
+    def _frees(self, hold: array[int], row: int, gone: dict[int, int]) -> Iterator[int]:
+        parent = self.parent
         while row >= 0:
             gone[row] = gone.get(row, 0) + 1
             if hold[row] > gone[row]:
-                break
-            if ram[row] == _READY and not pins[row]:
-                freed.append(row)
+                return
+            yield row
             row = parent[row]
-        return freed

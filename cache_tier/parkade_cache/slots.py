@@ -56,9 +56,7 @@ class Geometry:
         """The shape of extents for one rank's share of a block and the pod's RAM budget."""
         slot_bytes = -(-block_bytes // PAGE_BYTES) * PAGE_BYTES
         shape = plan_extents(slot_bytes=slot_bytes, budget_bytes=parked_max_bytes // ranks)
-        return cls(
-            slot_bytes=slot_bytes, slots_per_extent=shape.slots, extent_bytes=shape.extent_bytes, ranks=ranks
-        )
+        return cls(slot_bytes=slot_bytes, slots_per_extent=shape.slots, extent_bytes=shape.extent_bytes, ranks=ranks)
 
 
 @dataclass(slots=True)
@@ -155,6 +153,24 @@ class SlotMap:
                 del self._open[owner]
         return slot
 
+    def uncommitted(self, numbers: Iterable[int]) -> tuple[int, ...]:
+        """The arenas could not commit these: those no block was promised to leave the map, to be released.
+
+        The others stay; their captures fail one by one, and the extent goes when it is empty.
+        """
+        leaving: list[int] = []
+        for number in numbers:
+            extent = self._extents.get(number)
+            if extent is None:
+                continue
+            extent.state = ExtentState.COMMITTED
+            if extent.used == 0:
+                self._close(number, extent)
+                self._empty.discard(number)
+                del self._extents[number]
+                leaving.append(number)
+        return tuple(leaving)
+
     def put(self, slot: int) -> None:
         """The slot's block is gone."""
         number = slot // self.geometry.slots_per_extent
@@ -201,14 +217,3 @@ class SlotMap:
     def extent_of(self, slot: int) -> int:
         """Extent that a slot lies in."""
         return slot // self.geometry.slots_per_extent
-
-    def freeable_bytes(self, slots: Iterable[int], taken: dict[int, int]) -> int:
-        """Bytes of extents that become wholly empty when ``slots`` go after those counted in ``taken`` (G4)."""
-        per = self.geometry.slots_per_extent
-        freed = 0
-        for slot in slots:
-            number = slot // per
-            taken[number] = taken.get(number, 0) + 1
-            if taken[number] == self._extents[number].used:
-                freed += self.geometry.pod_extent_bytes
-        return freed

@@ -33,7 +33,18 @@ class PackState:
     pack: PackId
     conversation: ConversationId
     live: int = 0
+    """Published blocks that rows point at."""
+    writing: bool = False
+    """A write or stream of it is under way."""
+    dropping: int = 0
+    """Entries that no row points at any more and that the store still has to drop."""
     bad: bool = False
+    """Damaged, and not yet set aside."""
+
+    @property
+    def in_use(self) -> bool:
+        """Whether its number still means something."""
+        return self.live > 0 or self.writing or self.dropping > 0 or self.bad
 
 
 @dataclass(slots=True)
@@ -89,7 +100,13 @@ class CacheState:
         self.turns: dict[RequestId, Turn] = {}
         self.packs: list[PackState] = []
         self.pack_numbers: dict[PackId, int] = {}
+        self._free_packs: list[int] = []
         self.bad_packs: set[int] = set()
+        self.parked: dict[ConversationId, Conversation] = {}
+        self.restoring: set[int] = set()
+        self.recurrent_groups: frozenset[int] = frozenset()
+        self.touched: dict[ConversationId, float] = {}
+        self.probe_due = False
         self.rates = Rates.unmeasured()
         self.totals = Totals()
         self.version = 0
@@ -122,17 +139,27 @@ class CacheState:
         self.version += 1
 
     def pack_number(self, pack: PackId, conversation: ConversationId) -> int:
-        """The number rows use for ``pack``."""
+        """The number rows use for ``pack``; numbers of packs that are gone are used again."""
         number = self.pack_numbers.get(pack)
-        if number is None:
+        if number is not None:
+            return number
+        if self._free_packs:
+            number = self._free_packs.pop()
+            self.packs[number] = PackState(pack, conversation)
+        else:
             number = len(self.packs)
             self.packs.append(PackState(pack, conversation))
-            self.pack_numbers[pack] = number
+        self.pack_numbers[pack] = number
         return number
 
-    def forget_pack(self, number: int) -> None:
-        """No row points at the pack any more."""
-        self.pack_numbers.pop(self.packs[number].pack, None)
+    def pack_settled(self, number: int) -> PackId | None:
+        """Free the pack's number once nothing uses it; returns the pack that is gone with it."""
+        found = self.packs[number]
+        if found.in_use or self.pack_numbers.get(found.pack) != number:
+            return None
+        del self.pack_numbers[found.pack]
+        self._free_packs.append(number)
+        return found.pack
 
     # -- holds of conversations ------------------------------------------------------------------------
 
@@ -154,6 +181,8 @@ class CacheState:
             for row in conversation.rows():
                 self.ledger.unhold_ram(row)
             conversation.in_ram = False
+            if self.parked.get(conversation.id) is conversation:
+                del self.parked[conversation.id]
 
     def enter_ram(self, conversation: Conversation) -> None:
         """Keep the conversation's chains in RAM, as far as they are there."""
@@ -161,6 +190,7 @@ class CacheState:
             for row in conversation.rows():
                 self.ledger.hold_ram(row)
             conversation.in_ram = True
+            self.parked[conversation.id] = conversation
 
     def leave_disk(self, conversation: Conversation) -> None:
         """Stop keeping the conversation on disk."""
@@ -168,6 +198,13 @@ class CacheState:
             for row in conversation.rows():
                 self.ledger.unhold_disk(row)
             conversation.on_disk = False
+
+    def enter_disk(self, conversation: Conversation) -> None:
+        """Keep the conversation's chains on disk again, as far as they are there."""
+        if not conversation.on_disk:
+            for row in conversation.rows():
+                self.ledger.hold_disk(row)
+            conversation.on_disk = True
 
     def free_unheld_ram(self) -> int:
         """Free the slots of blocks nobody keeps in RAM; returns how many. Pinned ones wait."""
@@ -185,8 +222,11 @@ class CacheState:
 
     def take_unheld_disk(self) -> dict[int, list[int]]:
         """Entries nobody keeps on disk, by pack number; they are out of the ledger already."""
-        postponed: list[int] = []
         dead: dict[int, list[int]] = {}
+        if self.recovering:
+            # A block whose conversation is still to be found again must not go because nobody holds it yet (S2).
+            return dead
+        postponed: list[int] = []
         for row in self.ledger.take_unheld_disk():
             if self.ledger.pins[row] or self.ledger.disk[row] == 1:
                 postponed.append(row)
@@ -195,6 +235,7 @@ class CacheState:
             self.ledger.disk_gone(row)
             self.ledger.forget_if_dead(row)
             self.packs[number].live -= 1
+            self.packs[number].dropping += 1
             dead.setdefault(number, []).append(entry)
         self.ledger.postpone_unheld(disk=postponed)
         return dead
@@ -203,11 +244,12 @@ class CacheState:
         """Forget the conversation; its blocks become free where nobody else needs them."""
         for tip in list(conversation.tips):
             self.remove_tip(conversation, tip)
+        self.leave_ram(conversation)
         self.conversations.remove(conversation)
 
     def parked_conversations(self) -> int:
         """Conversations that RAM is kept for."""
-        return sum(1 for conversation in self.conversations if conversation.in_ram)
+        return len(self.parked)
 
 
 def _no_pack_id() -> PackId:

@@ -27,6 +27,8 @@ class StreamPack:
     opened: bool = False
     failed: bool = False
     reason: str = ""
+    rows: list[int] = field(default_factory=list)
+    """Ledger rows announced for it; some may have ended otherwise since."""
 
 
 @dataclass(slots=True)
@@ -41,6 +43,8 @@ class Turn:
     started: float
     known_id: bool = True
     tips: dict[int, int] = field(default_factory=dict)
+    arrival: tuple[int, ...] = ()
+    """Where the known part of its chains ended when it arrived: held until the match is known (G4, case 58)."""
     tokens: int = 0
     matched: bool = False
     engine_tokens: int = 0
@@ -58,7 +62,10 @@ class Turn:
     top_up_posted: bool = False
     stream: StreamPack | None = None
     stores_pending: int = 0
+    captures: dict[BlockKey, int] = field(default_factory=dict)
+    """Blocks being stored: the slot each goes to, or -1 for the stream."""
     load_rows: dict[int, int] = field(default_factory=dict)
+    """Blocks being loaded: the slot each is parked in on its way from disk, or -1."""
     load_started: float = 0.0
     restore_seconds: float = 0.0
     prompt_read_seconds: float | None = None
@@ -66,6 +73,9 @@ class Turn:
     finished: bool = False
     outcome: str = "finished"
     not_captured: int = 0
+    """Blocks the engine took back before they were copied."""
+    uncached: int = 0
+    """Blocks that neither tier took; the reason is in the turn's receipt."""
     loads: int = 0
     disk_off: bool = False
-    """A load of this request has failed: it asks no disk again, so that the same hit cannot repeat for ever (trap 7)."""
+    """The disk is off, or a load of this request has failed: it must not hit the same block for ever (trap 7)."""

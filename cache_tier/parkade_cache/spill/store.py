@@ -13,7 +13,7 @@ import errno
 import logging
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
@@ -297,21 +297,23 @@ class SpillStore:
     # -- letting go --------------------------------------------------------------------------------------------------
 
     def drop(self, pack_id: PackId, entries: Iterable[int]) -> int:
+        """``drop_many`` for one pack."""
+        return self.drop_many({pack_id: entries})
+
+    def drop_many(self, entries: Mapping[PackId, Iterable[int]]) -> int:
         """Blocks that nobody needs: marked dead on the device, then their space returned; the bytes, all ranks (D6).
 
-        With the last block the files go. After SpillError no lookup may use the blocks; their space, where it did
+        With its last block a pack's files go. After SpillError no lookup may use the blocks; their space, where it did
         not come back, comes back with the next ``recover``. A held pack's space comes back at ``unhold``.
         """
         with self._guarded("dropping"):
-            pack = self._recovery().load(pack_id)
-            if pack is None:
+            known = {pack_id: self._known_entries(pack_id, numbers) for pack_id, numbers in entries.items()}
+            going = {pack_id: numbers for pack_id, numbers in known.items() if numbers}
+            if not going:
                 return 0
-            known = range(len(pack.infos[0].entries))
-            self._index.mark_dead(pack_id, [n for n in set(entries) if n in known])
-            if self._held[pack_id]:
-                self._owed.add(pack_id)
-                return 0
-            return self._recovery().return_space(pack_id)
+            self._index.mark_dead(going)
+            self._owed.update(going)
+            return sum(self._return_owed(pack_id) for pack_id in going)
 
     def hold(self, pack_id: PackId) -> None:
         """A mover reads this pack: no hole is made and no file removed until ``unhold`` (D6)."""
@@ -320,14 +322,8 @@ class SpillStore:
     def unhold(self, pack_id: PackId) -> int:
         """A mover is done; the bytes that drops meanwhile now return."""
         self._held[pack_id] -= 1
-        if self._held[pack_id] > 0:
-            return 0
-        del self._held[pack_id]
-        if pack_id not in self._owed:
-            return 0
-        self._owed.discard(pack_id)
         with self._guarded("dropping"):
-            return self._recovery().return_space(pack_id)
+            return self._return_owed(pack_id)
 
     def touch(self, conversations: Iterable[ConversationId], now: float) -> None:
         """Conversations were used at ``now``, seconds since the epoch; in one transaction."""
@@ -486,6 +482,17 @@ class SpillStore:
             return Refusal(WriteOutcome.REFUSED_BUDGET, 0, f"the hour's write budget is {short} bytes short")
         self._scan_once()
         return _space_refusal(self._make_room(nbytes))
+
+    def _known_entries(self, pack_id: PackId, numbers: Iterable[int]) -> list[int]:
+        pack = self._recovery().load(pack_id)
+        return [] if pack is None else [n for n in set(numbers) if n in range(len(pack.infos[0].entries))]
+
+    def _return_owed(self, pack_id: PackId) -> int:
+        if self._held[pack_id] > 0 or pack_id not in self._owed:
+            return 0
+        nbytes = self._recovery().return_space(pack_id)
+        self._owed.discard(pack_id)
+        return nbytes
 
     def _make_room(self, nbytes: int) -> Shortage:
         shortage = plan_space(self._reading(), nbytes)

@@ -34,6 +34,8 @@ from parkade_cache.spill.testing import (
     write_ranks,
 )
 
+pytestmark = pytest.mark.slow
+
 RANKS = 2
 FEWEST_OPERATIONS = 30
 """A scenario with fewer has not been run through."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -275,6 +276,26 @@ def test_a_name_that_is_taken_is_not_written_over(fs: FileSystem, folder: Path, 
     with pytest.raises(SpillError):
         PackWriter(fs, folder, HEADER, direct=True)
     assert not target.exists()
+
+
+GOLDEN = Path(__file__).parents[2] / "fixtures" / "packs" / "version-1.pack"
+
+
+def test_a_pack_written_by_the_first_release_of_this_format_is_still_read(fs: FileSystem, folder: Path) -> None:
+    """The file in the fixtures never changes; a build that cannot read it needs another format version."""
+    path = layout.pack_path(folder, PACK)
+    path.parent.mkdir(mode=0o700)
+    shutil.copyfile(GOLDEN, path)
+    with reader(fs, folder) as opened:
+        info = opened.read_info()
+        buffers = [bytearray(entry.nbytes) for entry in info.entries]
+        assert opened.read_into(info.entries, buffers) == [True, True]
+    assert info.header == HEADER
+    assert info.tips == ((some_key("b"), 32),)
+    assert [bytes(buffer) for buffer in buffers] == [some_payload("a"), some_payload("b")]
+    path.unlink()
+    write(fs, folder, chain_blocks(["a", "b"]))
+    assert path.read_bytes() == GOLDEN.read_bytes()
 
 
 def flip(path: Path, offset: int) -> None:

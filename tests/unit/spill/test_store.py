@@ -18,7 +18,7 @@ from parkade_cache.spill.files import FileSystem, Space
 from parkade_cache.spill.generation import GenerationLife
 from parkade_cache.spill.outcome import Refusal, Reservation, WriteOutcome
 from parkade_cache.spill.pack import PackInfo
-from parkade_cache.spill.pack_writer import PackWriter
+from parkade_cache.spill.pack_writer import PackBlock, PackWriter
 from parkade_cache.spill.recovery import RecoveredPack
 from parkade_cache.spill.store import SpillStore
 from parkade_cache.spill.testing import (
@@ -236,6 +236,23 @@ def test_quarantine_is_bounded(fs: FileSystem, spill: Any) -> None:
     assert kept == sorted(packs[2:])
 
 
+def test_a_block_of_nothing_but_zeros_is_not_taken_for_a_dead_one(fs: FileSystem, spill: Any) -> None:
+    """Some file systems keep zeros as holes; after the loss of the index such a block still counts as written."""
+    with spill.open() as store:
+        reservation = reserve_chain(store, Chain(["zeros", "a"]))
+        header = Chain(["zeros", "a"]).header(store, reservation.pack_id, 0)
+        zeros, other = chain_blocks(["zeros", "a"])
+        with PackWriter(fs, store.rank_folder(0), header, direct=store.direct) as writer:
+            writer.append_many([PackBlock(zeros.key, zeros.parent, 16, 0, bytes(5000)), other])
+            info = writer.finish([])
+        with store.path_of(reservation.pack_id, 0).open("r+b") as file:
+            fs.punch_hole(file.fileno(), info.entries[0].offset, 8192)
+    store = spill.open()
+    packs = list(store.recover())
+    assert [pack.dead for pack in packs] == [frozenset()]
+    assert next(read_back(fs, store, packs[0].infos))[some_key("zeros")] == bytes(5000)
+
+
 # -- the index -------------------------------------------------------------------------------------------------------
 
 
@@ -340,7 +357,7 @@ def test_publishing_costs_no_flush_in_the_index_and_a_dead_mark_costs_one(fs: Fi
     store = spill.open()
     infos = publish_chain(fs, store, ["a", "b"])
     assert store._index._execute("PRAGMA synchronous").fetchone() == (1,)
-    store._index.mark_dead(infos[0].header.pack_id, [0])
+    store._index.mark_dead({infos[0].header.pack_id: [0]})
     assert store._index._execute("PRAGMA synchronous").fetchone() == (2,)
 
 
@@ -585,6 +602,18 @@ def test_dead_blocks_give_their_space_back_on_every_rank_and_the_rest_stays(fs: 
     assert_bytes(fs, store, pack)
     assert store.usage().used_bytes == chain_bytes(4, ranks=2) - 2 * 2 * 8192
     assert store.drop(pack_id, [1]) == 0
+
+
+def test_blocks_of_many_packs_are_dropped_with_one_flush_of_the_index(spill: Any) -> None:
+    """A conversation is dropped whole; its packs are many."""
+    fs = FaultyFileSystem()
+    store = spill.open(fs=fs)
+    packs = [publish_chain(fs, store, [f"a{n}", f"b{n}"])[0].header.pack_id for n in range(5)]
+    fs.operations.clear()
+    assert store.drop_many({pack_id: [0] for pack_id in packs}) == 5 * 8192
+    assert fs.operations.count("punch_hole") == 5
+    assert fs.operations.index("sql COMMIT") < fs.operations.index("punch_hole")
+    assert store.usage().entries == 5
 
 
 def test_a_pack_goes_with_its_last_block(fs: FileSystem, spill: Any) -> None:
