@@ -12,30 +12,39 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 from parkade_cache.conversations import Conversation
 from parkade_cache.disk_tier import DiskTier
 from parkade_cache.ids import ConversationId
+from parkade_cache.ledger import DiskState
 from parkade_cache.memory.gate import (
+    NOTHING_DONE,
     AwaitWrites,
     BackOff,
     Budget,
     Candidate,
+    Capture,
+    CaptureStep,
+    Drop,
+    Evict,
     GateDecision,
+    GateProgress,
     GateRequest,
+    HandToDisk,
     Margin,
     NeedKind,
     RefusalReason,
     Release,
     Victim,
     decide,
+    plan_after_capture,
     victims_of,
 )
 from parkade_cache.memory.reading import MemorySampler, Reading
-from parkade_cache.mover import ExtentsReleased, HeapReleased, JobId, Mover, Report
+from parkade_cache.mover import ExtentsCommitted, ExtentsReleased, HeapReleased, JobId, JobOutcome, Mover
+from parkade_cache.policy import PolicyChange
 from parkade_cache.receipts import HeapRecord, ReceiptKind
 from parkade_cache.spill import WriteOutcome
 from parkade_cache.state import CacheState
@@ -47,17 +56,9 @@ ANSWER_TIMEOUT_S = 5.0
 """How long a decision waits for a mover to release memory before it reads again without its answer."""
 
 HEAP_RELEASE_INTERVAL_S = 2.0
-"""Heaps are asked at most this often by the same thread: a heap that was just trimmed has nothing to give."""
+"""Heaps are asked at most this often: one that was just trimmed has nothing to give."""
 
-_LOST = frozenset(
-    {
-        WriteOutcome.DEADLINE,
-        WriteOutcome.FAILED,
-        WriteOutcome.REFUSED_BUDGET,
-        WriteOutcome.REFUSED_FREE_SPACE,
-        WriteOutcome.REFUSED_SIZE,
-    }
-)
+_SAFE = frozenset({WriteOutcome.WRITTEN, WriteOutcome.ALREADY_ON_DISK})
 
 
 @dataclass(slots=True)
@@ -65,8 +66,17 @@ class _Asked:
     """An order to the movers whose answers a decision waits for."""
 
     left: int
-    reports: list[Report] = field(default_factory=list)
+    reports: list[ExtentsReleased | HeapReleased] = field(default_factory=list)
     done: threading.Event = field(default_factory=threading.Event)
+
+
+@dataclass(frozen=True, slots=True)
+class _Granted:
+    """Extents of one grant that the movers are committing, and what the gate had reckoned they take."""
+
+    turn: Turn
+    extents: tuple[int, ...]
+    estimate_bytes: int
 
 
 @dataclass(slots=True)
@@ -76,10 +86,28 @@ class _Tally:
     evicted: list[ConversationId] = field(default_factory=list)
     outcomes: dict[str, int] = field(default_factory=dict)
     skipped_busy: list[ConversationId] = field(default_factory=list)
+    dropped: int = 0
     write_out_seconds: float = 0.0
     released_bytes: int = 0
     heaps: list[HeapRecord] = field(default_factory=list)
     deadline: float = 0.0
+
+    def count(self, outcome: WriteOutcome) -> None:
+        """One conversation went with this outcome."""
+        self.outcomes[outcome.value] = self.outcomes.get(outcome.value, 0) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class _LetGo:
+    """One conversation that left RAM, for its receipts."""
+
+    conversation: ConversationId
+    reason: str
+    outcome: WriteOutcome
+    tokens: int
+    freed_blocks: int
+    lost_blocks: int
+    seconds: float
 
 
 class Admission:
@@ -92,20 +120,19 @@ class Admission:
         sampler: MemorySampler,
         mover: Mover,
         disk: DiskTier | None,
-        stop: Callable[[], bool],
     ) -> None:
         self.state = state
         self.sampler = sampler
         self.mover = mover
         self.disk = disk
         self.last_reading: Reading | None = None
-        self._stop = stop
         self._margin = Margin()
         self._back_off = BackOff()
         self._asked: dict[JobId, _Asked] = {}
-        self._commits: dict[JobId, tuple[int, ...]] = {}
+        self._commits: dict[JobId, _Granted] = {}
         self._tally = _Tally()
-        self._asking: Conversation | None = None
+        self._asking: Turn | None = None
+        self._victims: Sequence[Victim] | None = None
         self._last_heap_release = float("-inf")
 
     # -- wishes --------------------------------------------------------------------------------------------
@@ -113,88 +140,85 @@ class Admission:
     def serve(self, turn: Turn) -> None:
         """Decide on RAM for what ``turn`` brings: restored, read anew and generated blocks."""
         state = self.state
-        with state.lock:
-            if turn.finished:
-                return
-            extents, new = self._extents_wanted(turn)
         try:
-            if extents:
-                self._admit(turn, extents, new=new)
-            elif state.policy.memory.parked.max > 0:
-                with state.lock:
+            with state.lock:
+                if turn.finished:
+                    return
+                too_short = turn.prompt_tokens < state.policy.memory.parked.min_tokens
+                if too_short:
+                    turn.ram_refused = "min_tokens"
+                extents = 0 if too_short else self._extents_wanted(turn)
+                if not extents and not too_short:
                     state.enter_ram(turn.conversation)
+            if extents:
+                self._admit(turn, extents)
         finally:
             with state.lock:
                 turn.admission_pending = False
                 turn.top_up_posted = False
                 state.changed()
 
-    def _extents_wanted(self, turn: Turn) -> tuple[int, bool]:
-        """Extents beyond what the conversation has free, and whether it is new to RAM."""
+    def _extents_wanted(self, turn: Turn) -> int:
+        """Extents beyond what the conversation has free."""
         state = self.state
-        ledger = state.ledger
-        conversation = turn.conversation
-        if self._too_short(turn):
-            turn.ram_refused = "min_tokens"
-            return 0, True
-        missing = 0
+        rows, ram = state.ledger.rows, state.ledger.ram
+        missing = 1
         if turn.admission_pending:
-            for chain in turn.keys():
-                missing += sum(1 for key in chain if not self._in_ram(ledger.rows.get(key, -1)))
-            missing += 1
-        else:
-            missing = 1
-        missing -= state.slots.free_slots(conversation.id)
-        if missing <= 0:
-            return 0, not conversation.in_ram
-        return -(-missing // state.geometry.slots_per_extent), not conversation.in_ram
+            for chain in turn.chains():
+                for key in chain:
+                    row = rows.get(key, -1)
+                    missing += row < 0 or not ram[row]
+        missing -= state.slots.free_slots(turn.conversation.id)
+        return max(0, -(-missing // state.geometry.slots_per_extent))
 
-    def _in_ram(self, row: int) -> bool:
-        return row >= 0 and self.state.ledger.ram[row] != 0
-
-    def _too_short(self, turn: Turn) -> bool:
-        return turn.prompt_tokens < self.state.policy.memory.parked.min_tokens
-
-    def _admit(self, turn: Turn, extents: int, *, new: bool) -> None:
-        state = self.state
-        policy = state.policy
-        with state.lock:
-            fresh = max(0, extents - state.slots.empty_extents)
-            parked_need = extents * state.geometry.pod_extent_bytes
-        kind = NeedKind.PARK
-        need = self._margin.apply(kind, fresh * state.geometry.pod_extent_bytes)
-        request = GateRequest(
-            kind=kind,
-            need_bytes=need,
-            floor_bytes=policy.memory.floor,
-            parked_need_bytes=self._parked_need(turn, parked_need),
-            parked_conversations=1 if new else 0,
-            new_conversation=new,
-        )
-        self._back_off.limits_are((policy.memory.floor, policy.memory.parked.max, self.sampler.limits_bytes()))
-        if not self._back_off.should_ask(kind, new_conversation=new):
+    def _admit(self, turn: Turn, extents: int) -> None:
+        request, is_new = self._request(turn, extents)
+        memory = self.state.policy.memory
+        self._back_off.limits_are((memory.floor, memory.parked.max, self.sampler.limits_bytes()))
+        if not self._back_off.should_ask(request.kind, new_conversation=is_new):
             self._refused(turn, RefusalReason.BACK_OFF.value)
+            self._back_off_receipt(turn, request)
             return
-        self._asking = turn.conversation
-        decision = self._decide(request)
+        self._asking = turn
+        try:
+            decision = self._decide(request)
+        finally:
+            self._asking = None
         if decision.admitted:
-            self._back_off.succeeded(kind)
-            self._grant(turn, extents)
+            self._back_off.succeeded(request.kind)
+            self._grant(turn, extents, request.need_bytes)
         else:
-            if decision.reason != RefusalReason.PARKING_OFF.value:
-                self._back_off.refused(kind)
+            self._back_off.refused(request.kind)
             self._refused(turn, decision.reason)
         self._decision_receipt(turn, request, decision)
 
+    def _request(self, turn: Turn, extents: int) -> tuple[GateRequest, bool]:
+        """What the gate is asked, and whether the conversation is seen for the first time (G12)."""
+        state = self.state
+        memory = state.policy.memory
+        with state.lock:
+            fresh = max(0, extents - state.slots.empty_extents)
+            parked_need = self._parked_need(turn, extents * state.geometry.pod_extent_bytes)
+            parked = turn.conversation.in_ram
+            is_new = not parked and turn.conversation.turns == 0
+        request = GateRequest(
+            kind=NeedKind.PARK,
+            need_bytes=self._margin.apply(NeedKind.PARK, fresh * state.geometry.pod_extent_bytes),
+            floor_bytes=memory.floor,
+            parked_need_bytes=parked_need,
+            parked_conversations=0 if parked else 1,
+            new_conversation=is_new,
+        )
+        return request, is_new
+
     def _parked_need(self, turn: Turn, parked_need: int) -> int:
         """A conversation larger than the whole budget is never parked in part (case 28)."""
-        state = self.state
-        with state.lock:
-            own = sum(1 for chain in turn.keys() for key in chain)
-        whole = -(-own // state.geometry.slots_per_extent) * state.geometry.pod_extent_bytes
-        return max(parked_need, whole) if whole > state.policy.memory.parked.max else parked_need
+        geometry = self.state.geometry
+        own = sum(len(chain) for chain in turn.chains())
+        whole = -(-own // geometry.slots_per_extent) * geometry.pod_extent_bytes
+        return max(parked_need, whole) if whole > self.state.policy.memory.parked.max else parked_need
 
-    def _grant(self, turn: Turn, extents: int) -> None:
+    def _grant(self, turn: Turn, extents: int, estimate_bytes: int) -> None:
         state = self.state
         with state.lock:
             if turn.finished:
@@ -206,28 +230,167 @@ class Admission:
             if not fresh:
                 return
             job = state.next_job()
-            self._commits[job] = fresh
+            self._commits[job] = _Granted(turn, fresh, estimate_bytes)
         self.mover.commit(job, fresh)
 
     def _refused(self, turn: Turn, reason: str) -> None:
         with self.state.lock:
             turn.ram_refused = reason
 
-    def committed(self, job: JobId, *, done: bool) -> None:
-        """All ranks have answered a commit."""
-        with self.state.lock:
-            extents = self._commits.pop(job, ())
-            self.state.slots.committed(extents)
-            if not done:
-                _log.error("extents %s could not be committed; blocks that needed them are not captured", extents)
+    def committed(self, reports: Sequence[ExtentsCommitted]) -> None:
+        """All ranks have answered a commit; extents that are not there on every rank are taken back."""
+        state = self.state
+        done = all(report.outcome is JobOutcome.DONE for report in reports)
+        with state.lock:
+            granted = self._commits.pop(reports[0].job, None)
+            if granted is None:
+                return
+            if done:
+                state.slots.committed(granted.extents)
+                leaving: tuple[int, ...] = ()
+            else:
+                granted.turn.ram_refused = "commit_failed"
+                leaving = state.slots.uncommitted(granted.extents)
+            job = state.next_job()
+        actual_bytes = sum(report.nbytes for report in reports if report.outcome is JobOutcome.DONE)
+        if done:
+            self._margin.observe(
+                NeedKind.PARK, estimate_bytes=granted.estimate_bytes, actual_bytes=actual_bytes
+            )
+        else:
+            _log.error("extents could not be committed: %s", next(r.reason for r in reports if r.reason))
+            if leaving:
+                # Another rank may have committed them.
+                self._ask(job)
+                self.mover.release(job, leaving)
+        self._park_receipt(granted, reports, actual_bytes, done=done)
+
+    def _park_receipt(
+        self, granted: _Granted, reports: Sequence[ExtentsCommitted], actual_bytes: int, *, done: bool
+    ) -> None:
+        self.state.receipts.add(
+            kind=ReceiptKind.PARK,
+            outcome="committed" if done else "commit_failed",
+            reason=next((report.reason for report in reports if report.reason), ""),
+            conversation=granted.turn.conversation.id,
+            request=granted.turn.request,
+            tier="ram",
+            bytes=actual_bytes,
+            estimate_bytes=granted.estimate_bytes,
+            actual_bytes=actual_bytes,
+            duration_seconds=max(report.seconds for report in reports),
+            still_parked_bytes=self.state.slots.held_bytes(),
+        )
+
+    # -- after a capture -------------------------------------------------------------------------------------
+
+    def after_capture(self, turn: Turn) -> None:
+        """G10: a turn's blocks are in RAM; see that floor and budget still hold, and make them hold."""
+        state = self.state
+        with state.lock:
+            conversation = turn.conversation
+            if not conversation.in_ram:
+                return
+            fresh = Capture(
+                conversation=conversation.id,
+                parked_bytes=len(self._extents_of(conversation)) * state.geometry.pod_extent_bytes,
+                floor_bytes=state.policy.memory.floor,
+                disk_takes_it=state.spill_healthy,
+            )
+        self._begin_tally()
+        progress = replace(NOTHING_DONE, writes_in_flight_bytes=self.writes_in_flight_bytes())
+        before: Reading | None = None
+        while True:
+            reading, reserved_bytes = self.read()
+            before = before or reading
+            step = plan_after_capture(
+                fresh,
+                reading=reading,
+                reserved_bytes=reserved_bytes,
+                budget=self.budget(),
+                others=self.victims,
+                progress=progress,
+            )
+            following = self._carry_out(step, progress)
+            if following is None:
+                break
+            progress = following
+        if progress != NOTHING_DONE and (progress.releases or progress.evicted or progress.fresh_gone):
+            self._capture_receipt(turn, step, before, reading)
+
+    def _carry_out(self, step: CaptureStep, progress: GateProgress) -> GateProgress | None:
+        """The progress after a step of ``after_capture``; None when it was the last."""
+        match step:
+            case Release():
+                self.release(step)
+            case AwaitWrites():
+                self.await_writes(step)
+            case Evict(conversation):
+                if not self.evict(conversation):
+                    return progress.passing_over(step)
+            case HandToDisk(conversation, reason) | Drop(conversation, reason):
+                # A conversation that is in use again stays; its next capture asks again.
+                self.let_go(conversation, reason=reason.value)
+            case _:
+                return None
+        return progress.after(step, writes_in_flight_bytes=self.writes_in_flight_bytes())
+
+    def _capture_receipt(self, turn: Turn, step: CaptureStep, before: Reading, after: Reading) -> None:
+        tally = self._tally
+        self.state.receipts.add(
+            kind=ReceiptKind.PARK,
+            outcome="kept" if turn.conversation.in_ram else "handed_to_disk",
+            reason=step.reason.value if hasattr(step, "reason") else "",
+            conversation=turn.conversation.id,
+            request=turn.request,
+            tier="ram",
+            floor_bytes=self.state.policy.memory.floor,
+            reading_before=before,
+            reading_after=after,
+            evicted=tuple(tally.evicted),
+            released_bytes=tally.released_bytes,
+            still_parked_bytes=self.state.slots.held_bytes(),
+            heaps=tuple(tally.heaps),
+            dropped=tally.dropped,
+            skipped_busy=tuple(tally.skipped_busy),
+            write_out_seconds=tally.write_out_seconds,
+        )
+
+    # -- a changed policy ------------------------------------------------------------------------------------
+
+    def policy_changed(self, change: PolicyChange) -> None:
+        """A new floor or budget counts from the next reading on; what is free is given back at once (case 67)."""
+        old, new = change.old.memory, change.new.memory
+        self._begin_tally()
+        before, _ = self.read()
+        self.release_empty()
+        after, _ = self.read()
+        self.state.metrics.resize.labels(outcome="applied").inc()
+        self.state.receipts.add(
+            kind=ReceiptKind.POLICY,
+            outcome="applied",
+            floor_bytes=new.floor,
+            reading_before=before,
+            reading_after=after,
+            released_bytes=self._tally.released_bytes,
+            still_parked_bytes=self.state.slots.held_bytes(),
+            detail={
+                "old": {"floor": old.floor, "parked_max": old.parked.max},
+                "new": {"floor": new.floor, "parked_max": new.parked.max},
+            },
+        )
 
     # -- decisions -------------------------------------------------------------------------------------------
 
+    def _begin_tally(self) -> None:
+        spill = self.state.policy.spill
+        seconds = float(spill.write_out_seconds) if spill is not None else 0.0
+        self._tally = _Tally(deadline=self.state.clock.monotonic() + seconds)
+        self._victims = None
+
     def _decide(self, request: GateRequest) -> GateDecision:
         state = self.state
-        spill = state.policy.spill
-        seconds = float(spill.write_out_seconds) if spill is not None else 0.0
-        self._tally = _Tally(deadline=state.clock.monotonic() + seconds)
+        self._begin_tally()
         started = state.clock.monotonic()
         decision = decide(request, self)
         state.metrics.gate_decision_seconds.observe(state.clock.monotonic() - started)
@@ -259,22 +422,34 @@ class Admission:
             )
 
     def victims(self) -> Sequence[Victim]:
-        """Those that may go, in order (G4, G6); the gate asks only when something must."""
-        return victims_of(
-            self._candidates(), extent_bytes=self.state.geometry.pod_extent_bytes, held_extents=self._held_extents()
-        )
+        """Those that may go, in order (G4, G6): worked out once a decision, and anew when one was passed over."""
+        if self._victims is None:
+            self._victims = victims_of(
+                self._candidates(),
+                extent_bytes=self.state.geometry.pod_extent_bytes,
+                held_extents=self._held_extents(),
+            )
+        return self._victims
 
     def _held_extents(self) -> frozenset[int]:
-        """Extents with blocks that a job reads or writes just now (G9)."""
-        return frozenset()
+        """Extents that eviction cannot empty: a job uses their blocks (G9), or the request needs them (G4)."""
+        state = self.state
+        with state.lock:
+            held = self._extents_of_rows(state.ledger.unheld_in_ram())
+            if self._asking is None:
+                return held
+            tops = (*self._asking.arrival, *self._asking.tips.values())
+            return held | self._extents_of_chains(tops)
 
     def _candidates(self) -> list[Candidate]:
         state = self.state
         now = state.clock.wall()
+        asking = self._asking.conversation if self._asking is not None else None
         found: list[Candidate] = []
         with state.lock:
-            conversations = [c for c in state.conversations if c.in_ram]
+            conversations = list(state.parked.values())
         for conversation in conversations:
+            # The lock is let go in between: a step hook waits for one conversation's chain at most.
             with state.lock:
                 found.append(
                     Candidate(
@@ -284,19 +459,28 @@ class Admission:
                         published=not conversation.dirty and not conversation.writing,
                         pinned=conversation.pinned,
                         busy=conversation.busy,
-                        incoming=conversation is self._asking,
+                        incoming=conversation is asking or self._is_extended(conversation),
                     )
                 )
         return found
 
+    def _is_extended(self, conversation: Conversation) -> bool:
+        """Whether the request's prompt extends one of the conversation's chains (case 58)."""
+        if self._asking is None:
+            return False
+        descends = self.state.ledger.descends
+        return any(descends(top, row) for top in self._asking.arrival for row in conversation.rows())
+
     def _extents_of(self, conversation: Conversation) -> frozenset[int]:
-        ledger, slots = self.state.ledger, self.state.slots
-        return frozenset(
-            slots.extent_of(ledger.slot[row])
-            for top in conversation.rows()
-            for row in ledger.ancestors(top)
-            if ledger.ram[row]
-        )
+        return self._extents_of_chains(conversation.rows())
+
+    def _extents_of_chains(self, tops: Iterable[int]) -> frozenset[int]:
+        ledger = self.state.ledger
+        return self._extents_of_rows(row for top in tops for row in ledger.ancestors(top) if ledger.ram[row])
+
+    def _extents_of_rows(self, rows: Iterable[int]) -> frozenset[int]:
+        slot, per = self.state.ledger.slot, self.state.geometry.slots_per_extent
+        return frozenset(slot[row] // per for row in rows)
 
     def release(self, step: Release) -> int:
         """Give empty extents back, and on the first step of a decision the heaps too (G3)."""
@@ -308,24 +492,39 @@ class Admission:
 
     def evict(self, conversation: ConversationId) -> bool:
         """Write the conversation out, then let its RAM go; False when it turned out to be busy (case 55)."""
-        return self.let_go(conversation, reason="gate")
+        if self.let_go(conversation, reason="gate"):
+            return True
+        self._victims = None
+        return False
 
     def await_writes(self, step: AwaitWrites) -> None:
-        """Writes hold extents of conversations only; those are waited for when the conversation goes."""
+        """Wait, bounded, for writes and restores that still use memory of conversations let go (G9)."""
         del step
+        state = self.state
+        deadline = min(self._tally.deadline, state.clock.monotonic() + ANSWER_TIMEOUT_S)
+        with state.lock:
+            while state.ledger.unheld_in_ram() and state.clock.monotonic() < deadline:
+                state.wake.wait(max(0.001, deadline - state.clock.monotonic()))
+                state.free_unheld_ram()
 
     def writes_in_flight_bytes(self) -> int:
-        """No write holds memory beyond its conversation's: streams use a bounded buffer."""
-        return 0
+        """Memory of conversations that were let go and that a write or restore still uses (G9)."""
+        state = self.state
+        with state.lock:
+            state.free_unheld_ram()
+            return len(state.ledger.unheld_in_ram()) * state.geometry.pod_slot_bytes
 
     # -- letting go ------------------------------------------------------------------------------------------
 
     def let_go(self, victim: ConversationId, *, reason: str) -> bool:
-        """W1, W3: write out what is unpublished, then free what nobody else keeps; a loss is a decision."""
+        """W1, W3: write out what is unpublished, then free what nobody else keeps; a loss is a decision.
+
+        False when the conversation turned out to be in use, before or after its write-out (W5, case 55).
+        """
         state = self.state
         with state.lock:
             conversation = state.conversations.get(victim)
-            if conversation is None or conversation.busy or conversation.pinned or not conversation.in_ram:
+            if conversation is None or not self._may_go(conversation):
                 self._tally.skipped_busy.append(victim)
                 return False
         started = state.clock.monotonic()
@@ -333,24 +532,36 @@ class Admission:
         seconds = state.clock.monotonic() - started
         self._tally.write_out_seconds += seconds
         with state.lock:
-            if conversation.busy:
+            lost = self._lost_blocks(conversation)
+            # Blocks that are unwritten after a complete write-out came with a turn that began and ended meanwhile.
+            used_meanwhile = outcome in _SAFE and lost > 0
+            if state.conversations.get(victim) is not conversation or used_meanwhile or not self._may_go(conversation):
                 self._tally.skipped_busy.append(victim)
                 return False
-            lost = self._lost_blocks(conversation) if outcome is not WriteOutcome.WRITTEN else 0
-            tokens = conversation.tokens
-            state.leave_ram(conversation)
-            freed = state.free_unheld_ram()
-            state.slots.abandon(conversation.id)
-            if not state.spill_on or not self._has_disk(conversation):
-                state.drop_conversation(conversation)
-                state.free_unheld_ram()
-            state.changed()
+            gone = self._leave(conversation, outcome, reason, lost, seconds)
         self._tally.evicted.append(victim)
-        self._tally.outcomes[outcome.value] = self._tally.outcomes.get(outcome.value, 0) + 1
-        self._let_go_receipt(conversation, outcome, reason, tokens, freed, lost, seconds)
+        self._tally.count(outcome)
+        self._let_go_receipts(gone)
         if self.disk is not None:
             self.disk.collect_dead()
         return True
+
+    def _may_go(self, conversation: Conversation) -> bool:
+        return conversation.in_ram and not conversation.busy and not conversation.pinned
+
+    def _leave(
+        self, conversation: Conversation, outcome: WriteOutcome, reason: str, lost: int, seconds: float
+    ) -> _LetGo:
+        state = self.state
+        tokens = conversation.tokens
+        state.leave_ram(conversation)
+        state.conversations.mark_clean(conversation)
+        freed = state.free_unheld_ram()
+        state.slots.abandon(conversation.id)
+        if not self._has_disk(conversation):
+            state.drop_conversation(conversation)
+        state.changed()
+        return _LetGo(conversation.id, reason, outcome, tokens, freed, lost, seconds)
 
     def _write_out(self, conversation: Conversation) -> WriteOutcome:
         if self.disk is None or not self.state.spill_healthy:
@@ -358,55 +569,39 @@ class Admission:
         return self.disk.write_out(conversation, deadline=self._tally.deadline)
 
     def _lost_blocks(self, conversation: Conversation) -> int:
+        """Blocks that would be nowhere any more once the conversation has left RAM."""
         ledger = self.state.ledger
         gone: dict[int, int] = {}
+        keeps = self.state.keeps_on_disk
         return sum(
             1
             for row in conversation.rows()
             for freed in ledger.ram_frees(row, gone)
-            if ledger.disk[freed] == 0
+            if ledger.disk[freed] != DiskState.PUBLISHED and keeps(freed)
         )
 
     def _has_disk(self, conversation: Conversation) -> bool:
         ledger = self.state.ledger
-        return any(ledger.disk[row] for top in conversation.rows() for row in ledger.ancestors(top))
+        return any(
+            ledger.disk[row] == DiskState.PUBLISHED for top in conversation.rows() for row in ledger.ancestors(top)
+        )
 
-    def _let_go_receipt(
-        self,
-        conversation: Conversation,
-        outcome: WriteOutcome,
-        reason: str,
-        tokens: int,
-        freed: int,
-        lost: int,
-        seconds: float,
-    ) -> None:
+    def _let_go_receipts(self, gone: _LetGo) -> None:
         state = self.state
         state.receipts.add(
             kind=ReceiptKind.EVICT,
-            outcome=outcome.value,
-            reason=reason,
-            conversation=conversation.id,
+            outcome=gone.outcome.value,
+            reason=gone.reason,
+            conversation=gone.conversation,
             tier="ram",
-            tokens=tokens,
-            blocks=freed,
-            bytes=freed * state.geometry.pod_slot_bytes,
-            write_out_seconds=seconds,
+            tokens=gone.tokens,
+            blocks=gone.freed_blocks,
+            bytes=gone.freed_blocks * state.geometry.pod_slot_bytes,
+            write_out_seconds=gone.seconds,
         )
-        if lost:
-            state.totals.dropped_conversations += 1
-            state.metrics.dropped_conversations.labels(reason=outcome.value).inc()
-            state.receipts.add(
-                kind=ReceiptKind.DROP,
-                outcome="dropped",
-                reason=outcome.value,
-                conversation=conversation.id,
-                tier="ram",
-                tokens=tokens,
-                blocks=lost,
-                bytes=lost * state.geometry.pod_slot_bytes,
-                dropped=1,
-            )
+        if gone.lost_blocks:
+            self._tally.dropped += 1
+            state.add_drop_receipt(gone.conversation, gone.outcome.value, gone.lost_blocks, tier="ram")
 
     def release_empty(self, *, keep: int = 0, wait: bool = True) -> None:
         """Give empty extents back to the kernel; waits for the movers' answers unless told not to."""
@@ -503,6 +698,19 @@ class Admission:
             },
         )
 
+    def _back_off_receipt(self, turn: Turn, request: GateRequest) -> None:
+        self.state.receipts.add(
+            kind=ReceiptKind.REFUSE,
+            outcome="refused",
+            reason=RefusalReason.BACK_OFF.value,
+            conversation=turn.conversation.id,
+            request=turn.request,
+            tier="ram",
+            bytes=request.parked_need_bytes,
+            need_bytes=request.need_bytes,
+            floor_bytes=request.floor_bytes,
+        )
+
     def _decision_receipt(self, turn: Turn, request: GateRequest, decision: GateDecision) -> None:
         state = self.state
         tally = self._tally
@@ -517,6 +725,7 @@ class Admission:
             bytes=request.parked_need_bytes,
             need_bytes=request.need_bytes,
             floor_bytes=request.floor_bytes,
+            estimate_bytes=request.need_bytes,
             reading_before=decision.before,
             reading_after=decision.after,
             evicted=tuple(tally.evicted),
@@ -525,7 +734,7 @@ class Admission:
             heaps=tuple(tally.heaps),
             written_out=outcomes.get(WriteOutcome.WRITTEN.value, 0),
             already_on_disk=outcomes.get(WriteOutcome.ALREADY_ON_DISK.value, 0),
-            dropped=sum(outcomes.get(outcome.value, 0) for outcome in _LOST),
+            dropped=tally.dropped,
             skipped_busy=tuple(tally.skipped_busy),
             write_out_seconds=tally.write_out_seconds,
         )

@@ -17,11 +17,13 @@ from dataclasses import dataclass
 
 from parkade_cache.conversations import MAX_TIPS, Conversation, Tip
 from parkade_cache.ids import NO_KEY, BlockKey, ConversationId, PackId, RequestId
-from parkade_cache.ledger import NO_BLOCK, BlockIndex, DiskState, RamState
+from parkade_cache.ledger import NO_BLOCK, DiskState, RamState
+from parkade_cache.memory.gate import RefusalReason
 from parkade_cache.mover import BlockMeta
 from parkade_cache.receipts import ReceiptKind
 from parkade_cache.state import CacheState
 from parkade_cache.transfers import LoadSource, StoreTarget
+from parkade_cache.turn_receipts import LoadResult, add_restore_receipt, add_turn_receipt
 from parkade_cache.turns import ChainKeys, StreamPack, Turn
 
 PENDING_DEADLINE_S = 2.0
@@ -35,6 +37,8 @@ _FILLING = int(RamState.FILLING)
 _ABSENT = 0
 _WRITING = int(DiskState.WRITING)
 _PUBLISHED = int(DiskState.PUBLISHED)
+_FROM_RAM = -2
+"""In ``Turn.load_rows``: the block comes from RAM, and needs no slot on its way."""
 
 
 class Found(enum.Enum):
@@ -90,22 +94,42 @@ class ConversationCache:
         turn = Turn(
             request=request,
             conversation=owner,
-            keys=keys,
+            chains=keys,
             block_tokens=block_tokens,
             prompt_tokens=prompt_tokens,
             started=now,
             known_id=known,
         )
-        turn.admission_pending = state.policy.memory.parked.max > 0
-        turn.admission_deadline = now + ADMISSION_WAIT_S
+        turn.disk_off = not state.spill_healthy
         state.turns[request] = turn
-        state.wishes.append(turn)
-        state.wake.notify_all()
+        self._hold_arrival(turn)
+        self._wish(turn, now)
         return turn
 
-    def _conversation(
-        self, conversation: ConversationId | None, request: RequestId, keys: ChainKeys
-    ) -> Conversation:
+    def _hold_arrival(self, turn: Turn) -> None:
+        """Hold what is known of the chains until the match: the gate may run in between (G4, case 58)."""
+        deepest = (self._deepest_known(chain) for chain in turn.chains())
+        turn.arrival = tuple(row for row in deepest if row >= 0)
+        for row in turn.arrival:
+            self.state.ledger.hold_tip(row, ram=True, disk=True)
+
+    def _let_arrival_go(self, turn: Turn) -> None:
+        rows, turn.arrival = turn.arrival, ()
+        for row in rows:
+            self.state.ledger.drop_tip(row, ram=True, disk=True)
+
+    def _wish(self, turn: Turn, now: float) -> None:
+        """Ask the gate's thread for RAM; with parking off nobody is asked (G14)."""
+        state = self.state
+        if state.policy.memory.parked.max == 0:
+            turn.ram_refused = RefusalReason.PARKING_OFF.value
+            return
+        turn.admission_pending = True
+        turn.admission_deadline = now + ADMISSION_WAIT_S
+        state.wishes.append(turn)
+        state.wake.notify_all()
+
+    def _conversation(self, conversation: ConversationId | None, request: RequestId, keys: ChainKeys) -> Conversation:
         state = self.state
         now = state.clock.wall()
         if conversation is not None:
@@ -138,11 +162,11 @@ class ConversationCache:
             return Found.MISS
         if ledger.ram[row] == _READY:
             return Found.HIT
-        if turn.disk_off:
-            return Found.MISS
-        if ledger.disk[row] == _PUBLISHED:
+        disk = _ABSENT if turn.disk_off else ledger.disk[row]
+        if disk == _PUBLISHED and row not in self.state.restoring:
             return Found.HIT
-        if ledger.ram[row] == _FILLING or ledger.disk[row] == _WRITING:
+        if disk != _ABSENT or ledger.ram[row] == _FILLING:
+            # It is being restored (R5), written or captured: its bytes are there soon, or never.
             return Found.MISS if turn.gave_up_waiting else Found.PENDING
         return Found.MISS
 
@@ -174,29 +198,46 @@ class ConversationCache:
         Restoring that is predicted slower than re-reading is skipped with a receipt (R3). The chain up to the
         match is held until the request ends, so that nothing of it goes between the answer and the load.
         """
-        if turn.pending_since is not None:
-            turn.pending_since = None
+        turn.pending_since = None
         turn.engine_tokens = engine_tokens
-        if cached_tokens and self._not_worth_it(turn, engine_tokens, cached_tokens):
-            turn.skipped_tokens = cached_tokens
-            turn.miss_reason = "restore_slower"
-            cached_tokens = 0
+        if cached_tokens:
+            kept_tokens = self._worth_restoring(turn, engine_tokens, cached_tokens)
+            turn.skipped_tokens = cached_tokens - kept_tokens
+            cached_tokens = kept_tokens
         self._hold_match(turn, engine_tokens + cached_tokens)
+        self._let_arrival_go(turn)
         turn.matched = True
         return cached_tokens
 
-    def _not_worth_it(self, turn: Turn, engine_tokens: int, cached_tokens: int) -> bool:
+    def _worth_restoring(self, turn: Turn, engine_tokens: int, cached_tokens: int) -> int:
+        """Tokens of the match that are worth bringing back; what RAM has costs no read (R3)."""
         state = self.state
-        ledger = state.ledger
+        if not state.rates.measured:
+            return cached_tokens
+        ram, ready = state.ledger.ram, _READY
+        rows = state.ledger.rows
         first, last = engine_tokens // turn.block_tokens, (engine_tokens + cached_tokens) // turn.block_tokens
-        on_disk = 0
-        for chain in turn.keys():
+        chains = turn.chains()
+        on_disk = in_front = 0
+        for chain in chains:
             for key in chain[first:last]:
-                row = ledger.rows.get(key, -1)
-                on_disk += row >= 0 and ledger.ram[row] != _READY
-        nbytes = on_disk * state.geometry.slot_bytes
-        if not nbytes or not state.rates.restore_is_slower(disk_bytes=nbytes, tokens=cached_tokens):
-            return False
+                row = rows.get(key, -1)
+                if row >= 0 and ram[row] != ready:
+                    on_disk += 1
+                elif not on_disk:
+                    in_front += 1
+        nbytes = on_disk * state.geometry.pod_slot_bytes
+        # Several groups resume together or not at all: where the boundary would be is the engine's business.
+        kept_tokens = in_front * turn.block_tokens if len(chains) == 1 else 0
+        skipped_tokens = cached_tokens - kept_tokens
+        if not nbytes or not state.rates.restore_is_slower(disk_bytes=nbytes, tokens=skipped_tokens):
+            return cached_tokens
+        turn.miss_reason = "restore_slower"
+        self._skip_receipt(turn, skipped_tokens, on_disk)
+        return kept_tokens
+
+    def _skip_receipt(self, turn: Turn, tokens: int, blocks: int) -> None:
+        state = self.state
         state.receipts.add(
             kind=ReceiptKind.RESTORE_SKIPPED,
             outcome="skipped",
@@ -204,17 +245,16 @@ class ConversationCache:
             conversation=turn.conversation.id,
             request=turn.request,
             tier="disk",
-            tokens=cached_tokens,
-            blocks=on_disk,
-            bytes=nbytes,
+            tokens=tokens,
+            blocks=blocks,
+            bytes=blocks * state.geometry.pod_slot_bytes,
         )
-        return True
 
     def _hold_match(self, turn: Turn, tokens: int) -> None:
         index = tokens // turn.block_tokens - 1
         if index < 0:
             return
-        for group, chain in enumerate(turn.keys()):
+        for group, chain in enumerate(turn.chains()):
             row = self._nearest_known(chain, min(index, len(chain) - 1))
             if row >= 0:
                 self._move_tip(turn, group, row)
@@ -244,31 +284,32 @@ class ConversationCache:
 
     def plan_load(self, turn: Turn, keys: Sequence[BlockKey]) -> list[LoadSource]:
         """Where each block comes from; RAM before disk (R2). Blocks from disk are parked when RAM has room."""
+        rows = self.state.ledger.rows
+        turn.load_rows.clear()
+        turn.load_started = self.state.clock.monotonic()
+        turn.loads += 1
+        return [self._load_source(turn, rows.get(key, -1)) for key in keys]
+
+    def _load_source(self, turn: Turn, row: int) -> LoadSource:
         state = self.state
         ledger = state.ledger
-        sources: list[LoadSource] = []
-        turn.load_rows.clear()
-        turn.load_started = state.clock.monotonic()
-        for key in keys:
-            row = ledger.rows.get(key, -1)
-            if row < 0:
-                sources.append(LoadSource(slot=-1))
-                continue
-            ledger.pin(row)
-            if ledger.ram[row] == _READY:
-                turn.load_rows[row] = -1
-                sources.append(LoadSource(slot=ledger.slot[row]))
-                continue
-            park = -1
-            if ledger.ram[row] == _ABSENT and self._parks(turn):
-                park = state.slots.take(turn.conversation.id)
-                if park >= 0:
-                    ledger.ram_filling(row, park)
-            turn.load_rows[row] = park
-            pack = state.packs[ledger.pack[row]].pack if ledger.pack[row] >= 0 else None
-            sources.append(LoadSource(slot=-1, pack=pack, entry=ledger.entry[row], park_slot=park))
-        turn.loads += 1
-        return sources
+        if row < 0:
+            return LoadSource(slot=-1)
+        ledger.pin(row)
+        if ledger.ram[row] == _READY:
+            turn.load_rows[row] = _FROM_RAM
+            return LoadSource(slot=ledger.slot[row])
+        park = -1
+        if ledger.ram[row] == _ABSENT and self._may_park(turn):
+            park = state.slots.take(turn.conversation.id)
+            if park >= 0:
+                ledger.ram_filling(row, park)
+        turn.load_rows[row] = park
+        if ledger.disk[row] != _PUBLISHED:
+            return LoadSource(slot=-1, park_slot=park)
+        state.restoring.add(row)
+        pack = state.packs[ledger.pack[row]].pack
+        return LoadSource(slot=-1, pack=pack, entry=ledger.entry[row], park_slot=park)
 
     def load_done(
         self,
@@ -283,158 +324,186 @@ class ConversationCache:
         """A load has ended; returns the tokens of it that must be read anew.
 
         From the first failed block on, the engine recomputes; before it looks anything up again the request is
-        barred from the disk. Packs whose bytes were not what had been written are set aside (D4).
+        barred from the disk. Packs whose bytes were not what had been written hit no more from now on (D4).
         """
         state = self.state
-        ledger = state.ledger
         lost = set(range(len(keys))) if -1 in failed else set(failed)
+        result = self._settle_load(turn, keys, lost)
+        self._poison(turn, bad_packs)
+        seconds = state.clock.monotonic() - turn.load_started
+        turn.restore_seconds += seconds
+        turn.ram_tokens += result.ram_blocks * turn.block_tokens
+        turn.disk_tokens += result.disk_blocks * turn.block_tokens
+        turn.failed_load_tokens += result.failed_blocks * turn.block_tokens
+        state.totals.read_bytes += disk_bytes
+        state.rates.disk_read_bytes.observe(disk_bytes, disk_seconds)
+        state.changed()
+        add_restore_receipt(state, turn, result, seconds)
+        if lost:
+            self._load_failed(turn, late=-1 in failed, damaged=bool(bad_packs))
+        return result.failed_blocks * turn.block_tokens
+
+    def _settle_load(self, turn: Turn, keys: Sequence[BlockKey], lost: set[int]) -> LoadResult:
+        state = self.state
+        ledger = state.ledger
         ram_blocks = disk_blocks = 0
         cut = min(lost, default=len(keys))
         for position, key in enumerate(keys):
             row = ledger.rows.get(key, -1)
-            if row < 0:
+            if row not in turn.load_rows:
                 continue
-            park = turn.load_rows.pop(row, -1)
+            park = turn.load_rows.pop(row)
             ledger.unpin(row)
+            if park != _FROM_RAM:
+                state.restoring.discard(row)
             if park >= 0:
                 self._parked_on_the_way(row, arrived=position not in lost)
             if position < cut:
-                from_ram = ledger.ram[row] == _READY and park < 0
-                ram_blocks += from_ram
-                disk_blocks += not from_ram
-        for pack in bad_packs:
-            number = state.pack_numbers.get(pack)
-            if number is not None:
-                state.packs[number].bad = True
-                state.bad_packs.add(number)
-        seconds = state.clock.monotonic() - turn.load_started
-        turn.restore_seconds += seconds
-        turn.ram_tokens += ram_blocks * turn.block_tokens
-        turn.disk_tokens += disk_blocks * turn.block_tokens
-        turn.failed_load_tokens += (len(keys) - cut) * turn.block_tokens
-        state.totals.read_bytes += disk_bytes
-        state.rates.disk_read_bytes.observe(disk_bytes, disk_seconds)
-        state.changed()
-        self._restore_receipt(turn, ram_blocks, disk_blocks, len(keys) - cut, disk_bytes, seconds)
-        if lost:
-            turn.disk_off = True
-            turn.miss_reason = "read_deadline" if -1 in failed else "damaged"
-            state.totals.disk_errors += 1
-        return (len(keys) - cut) * turn.block_tokens
+                disk_blocks += park != _FROM_RAM
+                ram_blocks += park == _FROM_RAM
+            ledger.forget_if_dead(row)
+        return LoadResult(ram_blocks, disk_blocks, len(keys) - cut)
 
     def _parked_on_the_way(self, row: int, *, arrived: bool) -> None:
         ledger = self.state.ledger
-        if ledger.ram[row] != _FILLING:
-            return
         if arrived:
             ledger.ram_ready(row)
         else:
             self.state.slots.put(ledger.ram_gone(row))
 
-    def _restore_receipt(
-        self, turn: Turn, ram_blocks: int, disk_blocks: int, failed_blocks: int, disk_bytes: int, seconds: float
-    ) -> None:
+    def _load_failed(self, turn: Turn, *, late: bool, damaged: bool) -> None:
+        """The request asks no disk again; a device that failed is looked at (D8)."""
+        turn.disk_off = True
+        turn.miss_reason = "read_deadline" if late else "damaged" if damaged else "read_failed"
+        self.state.totals.disk_errors += 1
+        if not damaged:
+            self.state.probe_due = True
+
+    def _poison(self, turn: Turn, packs: Sequence[PackId]) -> None:
+        """Take damaged packs out of the ledger at once; the owner's thread sets their files aside (D4, trap 7).
+
+        What the engine has or computes of them is then stored again, so that the next turn finds it.
+        """
         state = self.state
-        outcome = "failed" if failed_blocks and not (ram_blocks or disk_blocks) else "partial" if failed_blocks else "restored"
-        tier = "disk" if disk_blocks or (failed_blocks and not ram_blocks) else "ram"
-        state.receipts.add(
-            kind=ReceiptKind.RESTORE,
-            outcome=outcome,
-            conversation=turn.conversation.id,
-            request=turn.request,
-            tier=tier,
-            tokens=(ram_blocks + disk_blocks) * turn.block_tokens,
-            blocks=ram_blocks + disk_blocks,
-            bytes=(ram_blocks + disk_blocks) * state.geometry.pod_slot_bytes,
-            duration_seconds=seconds,
-            detail={"ram_blocks": ram_blocks, "disk_blocks": disk_blocks, "failed_blocks": failed_blocks},
-        )
-        for name, blocks in (("ram", ram_blocks), ("disk", disk_blocks)):
-            if blocks:
-                state.metrics.restored_tokens.labels(tier=name).inc(blocks * turn.block_tokens)
-                state.metrics.restore_bytes.labels(tier=name).inc(blocks * state.geometry.pod_slot_bytes)
-        state.metrics.restore_seconds.labels(tier=tier).observe(seconds)
+        ledger = state.ledger
+        for pack in packs:
+            number = state.pack_numbers.get(pack)
+            if number is None or state.packs[number].bad:
+                continue
+            found = state.packs[number]
+            found.bad = True
+            state.bad_packs.add(number)
+            for row in ledger.rows_of_pack(number):
+                ledger.disk_gone(row)
+                ledger.forget_if_dead(row)
+                found.poisoned += 1
+            found.live = 0
+            writer = state.conversations.get(found.conversation)
+            for conversation in (writer, turn.conversation):
+                if conversation is not None:
+                    state.conversations.mark_dirty(conversation)
 
     # -- stores ----------------------------------------------------------------------------------------
-
-    def _parks(self, turn: Turn) -> bool:
-        return not turn.ram_refused and turn.conversation.in_ram
 
     def plan_store(self, turn: Turn, offered: Sequence[OfferedBlock]) -> StorePlan:
         """Take what neither tier has: into RAM while the gate's credit lasts, else streamed to disk (G14)."""
         state = self.state
-        ledger = state.ledger
-        accepted: list[int] = []
-        targets: list[StoreTarget] = []
-        ends: dict[int, int] = {}
-        parks = self._parks(turn) and self._long_enough_to_park(turn, offered)
-        streams = state.spill_on and state.spill_healthy and self._long_enough_to_spill(turn, offered)
-        conversation = turn.conversation.id
-        parent_row = -1
-        previous = NO_KEY
-        for position, block in enumerate(offered):
-            if block.parent != previous or parent_row < 0:
-                parent_row = self._parent_row(block)
-            row = ledger.intern(block.key, parent=BlockIndex(parent_row), end_token=block.end_token)
-            ends[block.group] = row
-            parent_row, previous = row, block.key
-            if ledger.ram[row] != _ABSENT:
+        parks, streams = self._may_store(turn, offered)
+        rows, missing = self._place(turn, offered)
+        slots = state.slots.take_many(turn.conversation.id, len(missing)) if parks and missing else []
+        state.ledger.fill_many([rows[position] for position in missing[: len(slots)]], slots)
+        accepted = missing[: len(slots)]
+        targets = [StoreTarget(slot) for slot in slots]
+        captures = turn.captures
+        for position, slot in zip(accepted, slots, strict=True):
+            captures[offered[position].key] = slot
+        for position in missing[len(slots) :]:
+            row, block = rows[position], offered[position]
+            if state.ledger.disk[row] != _ABSENT:
                 continue
-            slot = state.slots.take(conversation) if parks else -1
-            if slot >= 0:
-                ledger.ram_filling(row, slot)
-                targets.append(StoreTarget(slot))
-            elif streams and ledger.disk[row] == _ABSENT:
-                targets.append(self._stream_target(turn, row, block))
-            else:
-                if ledger.disk[row] == _ABSENT:
-                    self._refused(turn, streams=streams)
+            if not streams:
+                turn.uncached += 1
                 continue
-            ledger.pin(row)
+            targets.append(self._stream_target(turn, row, block))
+            state.ledger.pin(row)
+            captures[block.key] = -1
             accepted.append(position)
-        self._extend(turn, ends)
-        if accepted:
-            turn.stores_pending += 1
+        if slots:
+            turn.parked += len(slots)
+            state.conversations.mark_dirty(turn.conversation)
+        turn.stores_pending += bool(accepted)
         self._top_up(turn)
         return StorePlan(tuple(accepted), tuple(targets))
 
-    def _parent_row(self, block: OfferedBlock) -> int:
-        """Row of the block before this one; made when unknown, so that the tree has no gap."""
+    def _place(self, turn: Turn, offered: Sequence[OfferedBlock]) -> tuple[list[int], list[int]]:
+        """Every block's ledger row, and the positions of those that RAM has not and this turn is not storing yet."""
+        ledger = self.state.ledger
+        intern, ram, captures = ledger.intern, ledger.ram, turn.captures
+        rows: list[int] = []
+        missing: list[int] = []
+        ends: dict[int, int] = {}
+        parent, previous = -1, NO_KEY
+        for position, block in enumerate(offered):
+            key = block.key
+            if block.parent != previous or parent < 0:
+                parent = self._parent_row(turn, block, ends)
+            parent = intern(key, parent, block.end_token)
+            previous = key
+            ends[block.group] = parent
+            rows.append(parent)
+            if not ram[parent] and key not in captures:
+                missing.append(position)
+        self._extend(turn, ends)
+        return rows, missing
+
+    def _may_store(self, turn: Turn, offered: Sequence[OfferedBlock]) -> tuple[bool, bool]:
+        """Whether blocks of the turn may go to RAM, and whether they may be streamed (W10, W11, G14)."""
+        state = self.state
+        spill = state.policy.spill
+        tokens = max(turn.prompt_tokens, offered[-1].end_token if offered else 0)
+        parks = self._may_park(turn) and tokens >= state.policy.memory.parked.min_tokens
+        long_enough = spill is not None and tokens >= spill.min_tokens
+        stream_lives = turn.stream is None or not turn.stream.failed
+        streams = state.spill_healthy and long_enough and stream_lives and not turn.conversation.forgotten
+        turn.conversation.too_short = state.spill_on and not long_enough
+        return parks, streams
+
+    def _may_park(self, turn: Turn) -> bool:
+        return turn.conversation.in_ram and not turn.ram_refused
+
+    def _parent_row(self, turn: Turn, block: OfferedBlock, ends: dict[int, int]) -> int:
+        """Row of the block before this one; made when unknown, so that the tree has no gap.
+
+        Of a group with recurrent state the engine keeps a block here and there: the one before is the last kept.
+        """
         if block.parent == NO_KEY:
             return NO_BLOCK
-        row = self.state.ledger.rows.get(block.parent, -1)
-        if row < 0:
-            row = self.state.ledger.intern(
-                block.parent, parent=NO_BLOCK, end_token=block.end_token - 1
-            )
-        return row
+        ledger = self.state.ledger
+        row = ledger.rows.get(block.parent, -1)
+        if row >= 0:
+            return row
+        if block.group in self.state.recurrent_groups:
+            before = ends.get(block.group, turn.tips.get(block.group, -1))
+            return before if before >= 0 and ledger.end_token[before] < block.end_token else NO_BLOCK
+        return ledger.intern(block.parent, NO_BLOCK, block.end_token - 1)
 
     def _stream_target(self, turn: Turn, row: int, block: OfferedBlock) -> StoreTarget:
         state = self.state
+        ledger = state.ledger
         stream = turn.stream
         if stream is None:
             pack = state.new_pack_id()
             stream = turn.stream = StreamPack(pack, state.pack_number(pack, turn.conversation.id))
+            state.packs[stream.number].writing = True
+            state.enter_disk(turn.conversation)
             state.wake.notify_all()
-        state.ledger.disk_writing(row, stream.number)
+        ledger.disk_writing(row, stream.number)
+        stream.rows.append(row)
         stream.planned_bytes += state.geometry.pod_slot_bytes
-        meta = BlockMeta(key=block.key, parent=block.parent, end_token=block.end_token, group=block.group)
+        parent = ledger.parent[row]
+        parent_key = ledger.key[parent] if parent >= 0 else NO_KEY
+        meta = BlockMeta(key=block.key, parent=parent_key, end_token=block.end_token, group=block.group)
         return StoreTarget(slot=-1, pack=stream.pack, meta=meta)
-
-    def _long_enough_to_park(self, turn: Turn, offered: Sequence[OfferedBlock]) -> bool:
-        return self._length(turn, offered) >= self.state.policy.memory.parked.min_tokens
-
-    def _long_enough_to_spill(self, turn: Turn, offered: Sequence[OfferedBlock]) -> bool:
-        spill = self.state.policy.spill
-        return spill is not None and self._length(turn, offered) >= spill.min_tokens
-
-    def _length(self, turn: Turn, offered: Sequence[OfferedBlock]) -> int:
-        return max(turn.prompt_tokens, offered[-1].end_token if offered else 0)
-
-    def _refused(self, turn: Turn, *, streams: bool) -> None:
-        turn.conversation.too_short = self.state.spill_on and not streams and self.state.spill_healthy
-        if not turn.ram_refused:
-            turn.ram_refused = "no_credit"
 
     def _extend(self, turn: Turn, ends: dict[int, int]) -> None:
         ledger = self.state.ledger
@@ -443,7 +512,6 @@ class ConversationCache:
             if old < 0 or ledger.end_token[row] > ledger.end_token[old]:
                 self._move_tip(turn, group, row)
             turn.tokens = max(turn.tokens, ledger.end_token[row])
-        turn.conversation.dirty = True
 
     def _top_up(self, turn: Turn) -> None:
         """Ask the gate for more before the credit runs out: replies grow block by block."""
@@ -457,33 +525,43 @@ class ConversationCache:
 
     def store_done(self, turn: Turn | None, keys: Sequence[BlockKey], failed: frozenset[BlockKey]) -> None:
         """A store has ended; blocks the engine took back before they were copied are not captured."""
+        if turn is None:
+            return
         state = self.state
         ledger = state.ledger
+        rows, captures = ledger.rows, turn.captures
+        ready: list[int] = []
         lost = 0
         for key in keys:
-            row = ledger.rows.get(key, -1)
-            if row < 0:
+            slot = captures.pop(key, None)
+            if slot is None:
                 continue
-            ledger.unpin(row)
-            if ledger.ram[row] == _FILLING:
-                if key in failed:
-                    state.slots.put(ledger.ram_gone(row))
-                    lost += 1
-                else:
-                    ledger.ram_ready(row)
-            elif key in failed and ledger.disk[row] == _WRITING:
-                ledger.disk_gone(row)
+            row = rows[key]
+            if key in failed:
+                ledger.unpin(row)
+                self._not_captured(turn, row, slot)
                 lost += 1
-            ledger.forget_if_dead(row)
+            elif slot >= 0:
+                ready.append(row)
+            else:
+                ledger.unpin(row)
+        ledger.ready_many(ready)
         if lost:
             state.totals.not_captured_blocks += lost
             state.metrics.not_captured_blocks.inc(lost)
         state.changed()
-        if turn is not None:
-            turn.not_captured += lost
-            turn.stores_pending -= 1
-            if turn.closed and turn.stores_pending == 0:
-                self._conclude(turn)
+        turn.not_captured += lost
+        turn.stores_pending -= 1
+        if turn.closed and turn.stores_pending == 0:
+            self._conclude(turn)
+
+    def _not_captured(self, turn: Turn, row: int, slot: int) -> None:
+        ledger = self.state.ledger
+        if slot >= 0:
+            self.state.slots.put(ledger.ram_gone(row))
+        elif turn.stream is not None and ledger.disk[row] == _WRITING and ledger.pack[row] == turn.stream.number:
+            ledger.disk_gone(row)
+        ledger.forget_if_dead(row)
 
     # -- the end of a turn --------------------------------------------------------------------------------
 
@@ -511,18 +589,29 @@ class ConversationCache:
         conversation = turn.conversation
         conversation.in_flight -= 1
         conversation.turns += 1
-        state.conversations.used(conversation, now=state.clock.wall())
+        self._remember_use(conversation)
         self._keep_chain(turn)
         for row in turn.tips.values():
             state.ledger.drop_tip(row, ram=True, disk=True)
-        if not conversation.tips and not conversation.busy:
-            state.conversations.remove(conversation)
-        state.slots.abandon(conversation.id)
+        self._let_arrival_go(turn)
+        if not conversation.busy:
+            if not conversation.tips:
+                state.drop_conversation(conversation)
+            state.slots.abandon(conversation.id)
         state.free_unheld_ram()
-        self._turn_receipt(turn)
+        add_turn_receipt(state, turn)
         if turn.stream is not None:
             state.finished_streams.append(turn)
+        if turn.parked and conversation.in_ram:
+            state.captured.append(turn)
         state.wake.notify_all()
+
+    def _remember_use(self, conversation: Conversation) -> None:
+        state = self.state
+        now = state.clock.wall()
+        state.conversations.used(conversation, now=now)
+        if state.spill_on and not conversation.forgotten:
+            state.touched[conversation.id] = now
 
     def _keep_chain(self, turn: Turn) -> None:
         """The turn's chain becomes the conversation's: in place of the tip it extends, else beside it (W6)."""
@@ -545,51 +634,3 @@ class ConversationCache:
 
     def _extends(self, rows: Sequence[int], older: Sequence[int]) -> bool:
         return all(self.state.ledger.descends(row, old) for row, old in zip(rows, older, strict=True))
-
-    def _turn_receipt(self, turn: Turn) -> None:
-        state = self.state
-        reused = turn.engine_tokens + turn.ram_tokens + turn.disk_tokens
-        anew = max(0, turn.prompt_tokens - reused)
-        outcome = _turn_outcome(turn, anew)
-        reason = turn.miss_reason if anew > turn.block_tokens else "tail"
-        state.totals.turn(outcome)
-        state.metrics.turns.labels(outcome=outcome).inc()
-        state.metrics.reread_tokens.labels(reason=reason).inc(anew)
-        state.receipts.add(
-            kind=ReceiptKind.TURN,
-            outcome=outcome,
-            reason=reason,
-            conversation=turn.conversation.id,
-            request=turn.request,
-            tokens=turn.prompt_tokens,
-            duration_seconds=state.clock.monotonic() - turn.started,
-            prompt_tokens=turn.prompt_tokens,
-            reused_engine_tokens=turn.engine_tokens,
-            reused_ram_tokens=turn.ram_tokens,
-            reused_disk_tokens=turn.disk_tokens,
-            reused_archive_tokens=0,
-            read_anew_tokens=anew,
-            prompt_read_seconds=turn.prompt_read_seconds,
-            waited_restore_seconds=turn.restore_seconds,
-            waited_write_out_seconds=0.0,
-            detail={
-                "ended": turn.outcome,
-                "parked": not turn.ram_refused,
-                "park_refusal": turn.ram_refused,
-                "not_captured_blocks": turn.not_captured,
-            },
-        )
-
-
-def _turn_outcome(turn: Turn, anew: int) -> str:
-    """How the turn was served; the last partial block of a prompt is always read anew."""
-    restored = turn.ram_tokens + turn.disk_tokens
-    if turn.failed_load_tokens or turn.skipped_tokens:
-        return "partial" if restored or turn.engine_tokens else "reread"
-    if turn.disk_tokens:
-        return "resumed_disk"
-    if turn.ram_tokens:
-        return "resumed_ram"
-    if turn.engine_tokens:
-        return "resumed_engine"
-    return "reread"

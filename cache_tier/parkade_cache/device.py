@@ -48,10 +48,10 @@ class Device(ABC):
     def copy_in(self, sources: Sequence[HostBytes], blocks: Sequence[DeviceBlock], after: Any) -> None:
         """Host to engine; returns when every block holds its source's bytes."""
 
-    def pin(self, address: int, nbytes: int) -> None:
+    def pin(self, address: int, nbytes: int) -> None:  # noqa: B027 - ordinary memory needs no pinning
         """Host memory was committed: make it fast to copy from and to."""
 
-    def unpin(self, address: int, nbytes: int) -> None:
+    def unpin(self, address: int, nbytes: int) -> None:  # noqa: B027 - as for pin
         """Host memory is about to be released."""
 
 
@@ -68,12 +68,12 @@ class HostDevice(Device):
         """Bytes of one block of ``group``."""
         return int(self.planes[group].shape[1])
 
-    def copy_out(self, blocks: Sequence[DeviceBlock], targets: Sequence[HostBytes], after: Any) -> None:
+    def copy_out(self, blocks: Sequence[DeviceBlock], targets: Sequence[HostBytes], after: Any) -> None:  # noqa: ARG002
         """Copy blocks into host memory."""
         for block, target in zip(blocks, targets, strict=True):
             np.copyto(target, self.planes[block.group][block.block])
 
-    def copy_in(self, sources: Sequence[HostBytes], blocks: Sequence[DeviceBlock], after: Any) -> None:
+    def copy_in(self, sources: Sequence[HostBytes], blocks: Sequence[DeviceBlock], after: Any) -> None:  # noqa: ARG002
         """Copy host memory into blocks."""
         for source, block in zip(sources, blocks, strict=True):
             np.copyto(self.planes[block.group][block.block], source)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from parkade_cache.conversations import Conversation
 from parkade_cache.errors import ParkadeError
 from parkade_cache.ids import NO_KEY, BlockKey, PackId
-from parkade_cache.ledger import DiskState, RamState
+from parkade_cache.ledger import DiskState
 from parkade_cache.mover import BlockMeta, JobId, JobOutcome, Mover, PackOrder, PackWritten, SlotBlock
 from parkade_cache.receipts import ReceiptKind
 from parkade_cache.spill import (
@@ -45,6 +45,24 @@ PACK_OVERHEAD_BYTES = 16 << 10
 RETRY_AFTER_FAILURE_S = 5.0
 """A conversation whose write failed is tried again after this long, not at once."""
 
+PROBE_INTERVAL_S = 2.0
+"""How often a disk that failed is tried again (D8)."""
+
+CANCEL_WAIT_S = 1.0
+"""How long a cancelled write may take to say so before its conversation is let go without it."""
+
+RECOVERY_WAIT_S = 5.0
+"""How long making room waits for old packs to be found: before that nobody knows which conversation is oldest."""
+
+TOUCH_ONE_BY_ONE = 16
+"""Uses noted with their own times in one round; where there are more, those of one round count as simultaneous."""
+
+_ROWS_PER_HOLD = 2000
+"""Entries taken out of the ledger under one hold of the lock."""
+
+_ROUNDS = 4
+"""A write-out repeats for blocks that came meanwhile; a conversation that keeps growing is in use and stays."""
+
 
 @dataclass(slots=True)
 class WriteTicket:
@@ -62,9 +80,9 @@ class WriteTicket:
     done: threading.Event = field(default_factory=threading.Event)
     outcome: WriteOutcome = WriteOutcome.FAILED
     stream: StreamPack | None = None
-    turn: Turn | None = None
     reason: str = ""
     forgotten: bool = False
+    """Its conversation is deleted, or was let go without it: it must never be published (W3, case 69)."""
 
 
 class DiskTier:
@@ -77,6 +95,8 @@ class DiskTier:
         self._tickets: dict[JobId, WriteTicket] = {}
         self._reservations: dict[PackId, Reservation] = {}
         self._io = threading.RLock()
+        self._streams = threading.Lock()
+        self._probe_at = float("-inf")
         state.new_pack_id = self._name_stream
         mover.attach(str(store.identity_folder), store.fingerprint, direct=store.direct)
 
@@ -85,10 +105,14 @@ class DiskTier:
         stamp = (int(self.state.clock.wall() * 1000) & ((1 << 48) - 1)) << 16
         return PackId(f"{stamp:016x}{secrets.randbits(64):016x}")
 
-    def usage(self) -> SpillUsage:
-        """What the disk tier takes and may take."""
-        with self._io:
-            return self.store.usage()
+    def usage(self) -> SpillUsage | None:
+        """What the disk tier takes and may take; None while the disk cannot say."""
+        try:
+            with self._io:
+                return self.store.usage()
+        except (ParkadeError, OSError) as error:
+            self.failed("measure", error)
+            return None
 
     def recover(self) -> Iterator[RecoveredPack]:
         """Old packs, newest first; other work gets its turn between two of them (S3)."""
@@ -100,11 +124,60 @@ class DiskTier:
                 return
             yield pack
 
-    def touch(self, conversations: Sequence[Conversation]) -> None:
-        """Remember across a restart when these conversations were last used."""
-        with self._io:
-            for conversation in conversations:
-                self.store.touch([conversation.id], conversation.last_used)
+    def touch(self) -> None:
+        """Remember across a restart when conversations were last used (D6)."""
+        state = self.state
+        with state.lock:
+            used, state.touched = state.touched, {}
+        if not used or not state.spill_healthy:
+            return
+        try:
+            with self._io:
+                if len(used) > TOUCH_ONE_BY_ONE:
+                    self.store.touch(list(used), max(used.values()))
+                else:
+                    for conversation, at in used.items():
+                        self.store.touch([conversation], at)
+        except (ParkadeError, OSError) as error:
+            self.failed("touch", error)
+
+    # -- health ------------------------------------------------------------------------------------------
+
+    def failed(self, operation: str, error: object) -> None:
+        """An operation of the disk failed: count it, and look at the disk before it is used again (D8)."""
+        state = self.state
+        state.totals.disk_errors += 1
+        state.metrics.spill_errors.labels(op=operation, reason="failed").inc()
+        _log.warning("spill: %s failed: %s", operation, error)
+        with state.lock:
+            state.spill_reason = f"{operation}: {error}"
+            was_healthy, state.spill_healthy = state.spill_healthy, False
+            self._probe_at = state.clock.monotonic() + PROBE_INTERVAL_S
+        if was_healthy:
+            state.receipts.add(
+                kind=ReceiptKind.SPILL, outcome="degraded", reason=state.spill_reason[:200], tier="disk"
+            )
+
+    def check_health(self) -> bool:
+        """Try a disk that has failed; True when its index or packs must be read again now that it works (D8)."""
+        state = self.state
+        with state.lock:
+            asked, state.probe_due = state.probe_due, False
+            due = not state.spill_healthy and state.clock.monotonic() >= self._probe_at
+        if not (asked or due):
+            return False
+        try:
+            with self._io:
+                self.store.probe()
+        except (ParkadeError, OSError) as error:
+            self.failed("probe", error)
+            return False
+        with state.lock:
+            recovered, state.spill_healthy = not state.spill_healthy, True
+            state.spill_reason = ""
+        if recovered:
+            state.receipts.add(kind=ReceiptKind.RECOVER, outcome="disk_healthy", tier="disk")
+        return self.store.needs_recovery
 
     # -- orders ------------------------------------------------------------------------------------------
 
@@ -117,7 +190,8 @@ class DiskTier:
         with state.lock:
             rows = self._dirty_rows(conversation)
             if not rows:
-                conversation.dirty = bool(conversation.writing)
+                if not conversation.writing:
+                    state.conversations.mark_clean(conversation)
                 return WriteOutcome.ALREADY_ON_DISK
             if conversation.tokens < self._min_tokens():
                 self._too_short(conversation)
@@ -126,29 +200,32 @@ class DiskTier:
         reservation = self.reserve(nbytes, urgent=urgent, keep=conversation)
         if isinstance(reservation, Refusal):
             return reservation.outcome
-        return self._start(conversation, reservation, nbytes, urgent=urgent)
+        ticket, blocks = self._start(conversation, reservation, nbytes, urgent=urgent)
+        if ticket is None:
+            with self._io:
+                self.store.cancel(reservation)
+            return WriteOutcome.ALREADY_ON_DISK
+        self.mover.write(ticket.job, ticket.order, blocks, urgent=urgent)
+        return ticket
 
     def _start(
         self, conversation: Conversation, reservation: Reservation, nbytes: int, *, urgent: bool
-    ) -> WriteTicket | WriteOutcome:
+    ) -> tuple[WriteTicket | None, list[SlotBlock]]:
+        """Announce the write in the ledger; what to write is asked anew, since the lock was let go in between."""
         state = self.state
         ledger = state.ledger
         with state.lock:
             rows = self._dirty_rows(conversation)
-            empty = not rows
-        if empty:
-            with self._io:
-                self.store.cancel(reservation)
-            return WriteOutcome.ALREADY_ON_DISK
-        with state.lock:
-            rows = [row for row in rows if ledger.disk[row] == DiskState.ABSENT and ledger.ram[row] == RamState.READY]
+            if not rows or conversation.forgotten:
+                return None, []
+            state.enter_disk(conversation)
             order = self._order(conversation, reservation.pack_id)
             number = state.pack_number(order.pack, conversation.id)
-            blocks = []
+            state.packs[number].writing = True
+            blocks = [SlotBlock(self._meta(row), ledger.slot[row]) for row in rows]
             for row in rows:
                 ledger.disk_writing(row, number)
                 ledger.pin(row)
-                blocks.append(SlotBlock(self._meta(row), ledger.slot[row]))
             ticket = WriteTicket(
                 job=state.next_job(),
                 conversation=conversation,
@@ -162,8 +239,7 @@ class DiskTier:
             )
             self._tickets[ticket.job] = ticket
             conversation.writing.add(ticket.job)
-        self.mover.write(ticket.job, order, blocks, urgent=urgent)
-        return ticket
+        return ticket, blocks
 
     def _order(self, conversation: Conversation, pack: PackId) -> PackOrder:
         return PackOrder(
@@ -190,23 +266,22 @@ class DiskTier:
 
     def _dirty_rows(self, conversation: Conversation) -> list[int]:
         """Rows to write, every chain's root first, each once."""
-        seen: dict[int, None] = {}
-        for row in conversation.rows():
-            for dirty in self.state.ledger.dirty_chain(row):
-                if not self.state.ledger.pins[dirty]:
-                    seen[dirty] = None
-        return list(seen)
+        state = self.state
+        chains = (state.ledger.dirty_chain(row) for row in conversation.rows())
+        rows = dict.fromkeys(row for chain in chains for row in chain)
+        if not state.recurrent_groups:
+            return list(rows)
+        return [row for row in rows if state.keeps_on_disk(row)]
 
     def _min_tokens(self) -> int:
         spill = self.state.policy.spill
         return spill.min_tokens if spill is not None else 0
 
     def _too_short(self, conversation: Conversation) -> None:
-        conversation.dirty = False
+        self.state.conversations.mark_clean(conversation)
         if not conversation.too_short:
             conversation.too_short = True
             _log.info("conversation %s is shorter than spill.minTokens and is not written", conversation.id)
-        self.state.metrics.write_out.labels(outcome=WriteOutcome.REFUSED_MIN_TOKENS.value).inc()
 
     # -- streams -----------------------------------------------------------------------------------------
 
@@ -222,150 +297,180 @@ class DiskTier:
                 and turn.stream.planned_bytes > turn.stream.reserved_bytes
             ]
         for turn, stream in wanting:
-            self._open_stream(turn, stream)
+            with self._streams:
+                self._open_stream(turn, stream)
 
     def _open_stream(self, turn: Turn, stream: StreamPack) -> None:
+        if stream.ended:
+            return
         state = self.state
-        expected = max(0, turn.prompt_tokens - turn.engine_tokens) // max(1, turn.block_tokens)
-        ahead = max(stream.planned_bytes, (expected + 4) * state.geometry.pod_slot_bytes)
-        if stream.opened:
-            ahead = stream.planned_bytes + 4 * state.geometry.pod_slot_bytes
+        slot_bytes = state.geometry.pod_slot_bytes
+        ahead = stream.planned_bytes + 4 * slot_bytes
+        if not stream.opened:
+            expected = max(0, turn.prompt_tokens - turn.engine_tokens) // max(1, turn.block_tokens)
+            ahead = max(ahead, (expected + 4) * slot_bytes)
         missing = ahead - stream.reserved_bytes
         reservation = self.reserve(
-            missing + PACK_OVERHEAD_BYTES, urgent=True, keep=turn.conversation, grow=self._reservations.get(stream.pack), pack=stream.pack
+            missing + PACK_OVERHEAD_BYTES * state.geometry.ranks,
+            urgent=True,
+            keep=turn.conversation,
+            grow=self._reservations.get(stream.pack),
+            pack=stream.pack,
         )
         if isinstance(reservation, Refusal):
-            self._refuse_stream(turn, stream, reservation)
+            self._refuse_stream(stream, reservation.outcome.value)
             return
         self._reservations[stream.pack] = reservation
         stream.reserved_bytes += missing
         if not stream.opened:
             stream.opened = True
-            order = PackOrder(stream.pack, turn.conversation.id, state.clock.wall())
-            self.mover.open_stream(order, ahead)
+            self.mover.open_stream(PackOrder(stream.pack, turn.conversation.id, state.clock.wall()), ahead)
 
-    def _refuse_stream(self, turn: Turn, stream: StreamPack, refusal: Refusal) -> None:
+    def _refuse_stream(self, stream: StreamPack, reason: str) -> None:
+        """Nothing more is streamed to the pack, and what was is given up; the loss is counted when the turn ends."""
         state = self.state
         with state.lock:
             stream.failed = True
-            stream.reason = refusal.outcome.value
+            stream.reason = reason
             job = state.next_job()
-        self.mover.abort_stream(job, stream.pack, refusal.outcome.value)
-        self.state.metrics.write_out.labels(outcome=refusal.outcome.value).inc()
+        self.mover.abort_stream(job, stream.pack, reason)
+        state.metrics.write_out.labels(outcome=reason).inc()
 
     def finish_stream(self, turn: Turn) -> None:
         """A turn has ended: complete the pack its blocks were streamed to."""
-        state = self.state
-        stream = turn.stream
-        if stream is None:
-            return
-        if not stream.opened and not stream.failed:
+        if turn.stream is not None:
+            with self._streams:
+                self._finish_stream(turn, turn.stream)
+
+    def _finish_stream(self, turn: Turn, stream: StreamPack) -> None:
+        if not stream.failed and turn.conversation.forgotten:
+            self._refuse_stream(stream, "forgotten")
+        if not stream.failed and not self._streamed_rows(stream):
+            self._refuse_stream(stream, "nothing_captured")
+        if not stream.failed and stream.planned_bytes > stream.reserved_bytes:
             self._open_stream(turn, stream)
-        with state.lock:
-            reservation = self._reservations.pop(stream.pack, None)
-            order = PackOrder(
-                stream.pack, turn.conversation.id, state.clock.wall(), self._tips(turn.conversation)
-            )
-            rows = tuple(
-                row
-                for top in turn.tips.values()
-                for row in state.ledger.ancestors(top)
-                if state.ledger.pack[row] == stream.number and state.ledger.disk[row] == DiskState.WRITING
-            )
-            lost = stream.failed or reservation is None
-            if lost:
-                self._stream_lost(turn, stream, rows)
-        if lost:
-            if reservation is not None:
-                with self._io:
-                    self.store.cancel(reservation)
+        stream.ended = True
+        reservation = self._reservations.pop(stream.pack, None)
+        if stream.failed or reservation is None:
+            self._stream_lost(turn, stream, reservation)
             return
-        assert reservation is not None
+        ticket = self._stream_ticket(turn, stream, reservation)
+        self.mover.finish_stream(ticket.job, ticket.order)
+
+    def _streamed_rows(self, stream: StreamPack) -> list[int]:
+        """Rows that are still announced for the stream, each once."""
+        ledger = self.state.ledger
+        with self.state.lock:
+            return [
+                row
+                for row in dict.fromkeys(stream.rows)
+                if ledger.pack[row] == stream.number and ledger.disk[row] == DiskState.WRITING
+            ]
+
+    def _stream_ticket(self, turn: Turn, stream: StreamPack, reservation: Reservation) -> WriteTicket:
+        state = self.state
         with state.lock:
+            rows = self._streamed_rows(stream)
             for row in rows:
                 state.ledger.pin(row)
             ticket = WriteTicket(
                 job=state.next_job(),
                 conversation=turn.conversation,
-                order=order,
+                order=self._order(turn.conversation, stream.pack),
                 number=stream.number,
-                rows=rows,
+                rows=tuple(rows),
                 nbytes=stream.planned_bytes,
                 reservation=reservation,
                 urgent=True,
                 started=state.clock.monotonic(),
                 stream=stream,
-                turn=turn,
             )
             self._tickets[ticket.job] = ticket
             turn.conversation.writing.add(ticket.job)
-        self.mover.finish_stream(ticket.job, order)
+        return ticket
 
-    def _stream_lost(self, turn: Turn, stream: StreamPack, rows: Sequence[int]) -> None:
+    def _stream_lost(self, turn: Turn, stream: StreamPack, reservation: Reservation | None) -> None:
         """What was streamed reaches no disk: the blocks are gone, and the loss is counted."""
         state = self.state
-        for row in rows:
-            state.ledger.disk_gone(row)
-            state.ledger.forget_if_dead(row)
-        state.changed()
-        reason = stream.reason or "failed"
-        if rows:
-            self._drop_receipt(turn.conversation, reason, len(rows), tier="stream")
+        ledger = state.ledger
+        with state.lock:
+            rows = self._streamed_rows(stream)
+            lost = sum(1 for row in rows if not ledger.ram[row])
+            for row in rows:
+                ledger.disk_gone(row)
+                ledger.forget_if_dead(row)
+            state.packs[stream.number].writing = False
+            state.changed()
+        if reservation is not None:
+            self._give_back(reservation)
+        if lost and not turn.conversation.forgotten:
+            state.add_drop_receipt(turn.conversation.id, stream.reason or "failed", lost, tier="stream")
+        self._settle(stream.number)
 
-    def _drop_receipt(self, conversation: Conversation, reason: str, blocks: int, *, tier: str) -> None:
-        state = self.state
-        state.totals.dropped_conversations += 1
-        state.metrics.dropped_conversations.labels(reason=reason).inc()
-        state.receipts.add(
-            kind=ReceiptKind.DROP,
-            outcome="dropped",
-            reason=reason,
-            conversation=conversation.id,
-            tier=tier,
-            blocks=blocks,
-            bytes=blocks * state.geometry.pod_slot_bytes,
-            dropped=1,
-        )
+    def _give_back(self, reservation: Reservation, *, discard: bool = False) -> None:
+        """End a reservation; a disk that cannot even clean up is a failed disk, not a lost ledger."""
+        end = self.store.discard if discard else self.store.cancel
+        try:
+            with self._io:
+                end(reservation)
+        except (ParkadeError, OSError) as error:
+            self.failed("cancel", error)
+
+    def _settle(self, number: int) -> None:
+        """The pack's number is free once nothing uses it, and then the movers close what they have open of it."""
+        with self.state.lock:
+            pack = self.state.pack_settled(number)
+        if pack is not None:
+            self.mover.forget_pack(pack)
 
     # -- answers of the movers -----------------------------------------------------------------------------
 
     def pack_written(self, reports: Sequence[PackWritten]) -> None:
         """All ranks have answered for one pack: publish it, or undo what was announced."""
-        job = reports[0].job
+        in_order = sorted(reports, key=lambda report: report.rank)
         with self.state.lock:
-            ticket = self._tickets.pop(job, None)
+            ticket = self._tickets.pop(in_order[0].job, None)
         if ticket is None:
             return
-        ticket.turn = None
-        if all(report.outcome is JobOutcome.DONE for report in reports) and not ticket.forgotten:
-            self._publish(ticket, reports)
-        else:
-            self._undo(ticket, reports)
-        with self.state.lock:
-            ticket.conversation.writing.discard(job)
-            if not ticket.conversation.writing and not self._dirty_rows(ticket.conversation):
-                ticket.conversation.dirty = False
-            self.state.changed()
+        try:
+            if all(report.outcome is JobOutcome.DONE for report in in_order) and not ticket.forgotten:
+                self._publish(ticket, in_order)
+            else:
+                self._undo(ticket, in_order)
+        finally:
+            self._ended(ticket)
         self.collect_dead()
         ticket.done.set()
+
+    def _ended(self, ticket: WriteTicket) -> None:
+        state = self.state
+        conversation = ticket.conversation
+        with state.lock:
+            state.packs[ticket.number].writing = False
+            conversation.writing.discard(ticket.job)
+            if not conversation.writing and not self._dirty_rows(conversation):
+                state.conversations.mark_clean(conversation)
+            state.free_unheld_ram()
+            state.changed()
+            state.wake.notify_all()
+        self._settle(ticket.number)
 
     def _publish(self, ticket: WriteTicket, reports: Sequence[PackWritten]) -> None:
         try:
             with self._io:
-                self.store.publish([self._info(report, ticket) for report in reports], ticket.reservation)
+                self.store.publish([self._info(report) for report in reports], ticket.reservation)
         except (ParkadeError, OSError) as error:
-            _log.error("pack %s is written but could not be published: %s", ticket.order.pack, error)
-            ticket.reason = str(error)
+            ticket.reason = f"written, but could not be published: {error}"
             self._undo(ticket, reports)
             return
         dead = self._enter(ticket, reports[0])
         nbytes = sum(report.file_bytes for report in reports)
         self._spill_receipt(ticket, reports, nbytes)
-        if dead:
-            self.drop_entries(ticket.number, dead)
+        for number, entries in dead.items():
+            self.drop_entries(number, entries)
         ticket.outcome = WriteOutcome.WRITTEN
 
-    def _info(self, report: PackWritten, ticket: WriteTicket) -> PackInfo:
+    def _info(self, report: PackWritten) -> PackInfo:
         header = PackHeader(
             pack_id=report.pack,
             conversation=report.conversation,
@@ -388,30 +493,45 @@ class DiskTier:
         )
         return PackInfo(header=header, entries=entries, tips=report.tips, file_bytes=report.file_bytes)
 
-    def _enter(self, ticket: WriteTicket, report: PackWritten) -> list[int]:
-        """Make the pack's blocks findable; returns entries that nobody wants any more."""
+    def _enter(self, ticket: WriteTicket, report: PackWritten) -> dict[int, list[int]]:
+        """Make the pack's blocks findable; returns entries that nobody wants any more, by pack number."""
         state = self.state
         ledger = state.ledger
-        dead: list[int] = []
+        dead: dict[int, list[int]] = {}
         with state.lock:
             for row in ticket.rows:
                 ledger.unpin(row)
             pack = state.packs[ticket.number]
             for number, entry in enumerate(report.entries):
-                row = ledger.find(entry.meta.key)
+                row = ledger.rows.get(entry.meta.key, -1)
                 wanted = row >= 0 and ledger.disk[row] == DiskState.WRITING and ledger.pack[row] == ticket.number
-                if not wanted:
-                    dead.append(number)
-                    continue
-                if not ledger.disk_hold[row]:
-                    ledger.disk_gone(row)
-                    ledger.forget_if_dead(row)
-                    dead.append(number)
-                    continue
-                ledger.disk_published(row, ticket.number, number)
-                pack.live += 1
+                if wanted and ledger.disk_hold[row] and state.keeps_on_disk(row):
+                    ledger.disk_published(row, ticket.number, number)
+                    pack.live += 1
+                else:
+                    dead.setdefault(ticket.number, []).append(number)
+            pack.dropping += len(dead.get(ticket.number, ()))
             self._rest_gone(ticket)
+            self._superseded_states(ticket.conversation, dead)
         return dead
+
+    def _superseded_states(self, conversation: Conversation, dead: dict[int, list[int]]) -> None:
+        """Recurrent states on disk that are neither the deepest nor the root any more (D7)."""
+        state = self.state
+        ledger = state.ledger
+        if not state.recurrent_groups:
+            return
+        for top in conversation.rows():
+            if state.group_of(ledger.key[top]) not in state.recurrent_groups:
+                continue
+            for row in ledger.ancestors(top):
+                if ledger.disk[row] != DiskState.PUBLISHED or ledger.pins[row] or ledger.is_checkpoint(row):
+                    continue
+                number, entry = ledger.pack[row], ledger.entry[row]
+                ledger.disk_gone(row)
+                state.packs[number].live -= 1
+                state.packs[number].dropping += 1
+                dead.setdefault(number, []).append(entry)
 
     def _rest_gone(self, ticket: WriteTicket) -> None:
         """Rows of the ticket that are still announced were not in the pack: they are dirty or gone again."""
@@ -419,29 +539,26 @@ class DiskTier:
         for row in ticket.rows:
             if ledger.disk[row] == DiskState.WRITING and ledger.pack[row] == ticket.number:
                 ledger.disk_gone(row)
-                ledger.forget_if_dead(row)
+            ledger.forget_if_dead(row)
 
     def _undo(self, ticket: WriteTicket, reports: Sequence[PackWritten]) -> None:
         state = self.state
-        cancelled = any(report.outcome is JobOutcome.CANCELLED for report in reports) or ticket.forgotten
+        ledger = state.ledger
+        cancelled = ticket.forgotten or any(report.outcome is JobOutcome.CANCELLED for report in reports)
         reason = ticket.reason or next((report.reason for report in reports if report.reason), "failed")
-        with self._io:
-            end = self.store.discard if ticket.forgotten else self.store.cancel
-            end(ticket.reservation)
+        self._give_back(ticket.reservation, discard=ticket.forgotten)
         with state.lock:
             for row in ticket.rows:
-                state.ledger.unpin(row)
-            lost = ticket.stream is not None and not ticket.forgotten
+                ledger.unpin(row)
+            lost = sum(1 for row in ticket.rows if ledger.disk[row] == DiskState.WRITING and not ledger.ram[row])
             self._rest_gone(ticket)
-            ticket.conversation.dirty = True
+            state.conversations.mark_dirty(ticket.conversation)
             ticket.conversation.retry_write_at = state.clock.monotonic() + RETRY_AFTER_FAILURE_S
         ticket.outcome = WriteOutcome.DEADLINE if cancelled else WriteOutcome.FAILED
         if not cancelled:
-            state.totals.disk_errors += 1
-            state.metrics.spill_errors.labels(op="write", reason="failed").inc()
-            _log.warning("pack %s was not written: %s", ticket.order.pack, reason)
-        if lost and ticket.rows:
-            self._drop_receipt(ticket.conversation, "failed", len(ticket.rows), tier="stream")
+            self.failed("write", f"pack {ticket.order.pack}: {reason}")
+        if lost and not ticket.conversation.forgotten:
+            state.add_drop_receipt(ticket.conversation.id, ticket.outcome.value, lost, tier="stream")
 
     def _spill_receipt(self, ticket: WriteTicket, reports: Sequence[PackWritten], nbytes: int) -> None:
         state = self.state
@@ -452,7 +569,7 @@ class DiskTier:
         state.receipts.add(
             kind=ReceiptKind.SPILL,
             outcome="written",
-            reason="write_out" if ticket.urgent and ticket.stream is None else "stream" if ticket.stream else "write_behind",
+            reason="stream" if ticket.stream is not None else "write_out" if ticket.urgent else "write_behind",
             conversation=ticket.conversation.id,
             tier="disk",
             blocks=len(reports[0].entries),
@@ -481,119 +598,153 @@ class DiskTier:
                     answer = self.store.reserve(nbytes, urgent=urgent, pack_id=pack)
                 else:
                     answer = self.store.grow(grow, nbytes, urgent=urgent)
+            if isinstance(answer, Refusal) and answer.outcome is WriteOutcome.FAILED:
+                self.failed("reserve", answer.reason)
             if not isinstance(answer, Refusal) or answer.missing_bytes <= 0:
                 return answer
-            if not self._evict_oldest(answer.missing_bytes, keep):
+            if not self.evict_oldest(answer.missing_bytes, keep):
                 return answer
 
-    def _evict_oldest(self, missing_bytes: int, keep: Conversation | None) -> bool:
-        """Let the least recently used conversations go from disk until ``missing_bytes`` came back."""
-        state = self.state
+    def fit_capacity(self) -> None:
+        """A disk that holds more than its capacity, as after a smaller one was set, gives the oldest up (case 45)."""
+        usage = self.usage()
+        if usage is not None and usage.over_bytes > 0:
+            self.evict_oldest(usage.over_bytes, None)
+
+    def evict_oldest(self, missing_bytes: int, keep: Conversation | None) -> bool:
+        """Let the least recently used conversations go from disk until ``missing_bytes`` came back (D6).
+
+        Where all of them together would not bring that much, none goes and the answer is False.
+        """
+        if not self._recovered():
+            return False
+        victims = self._disk_victims(missing_bytes, keep)
         returned = 0
-        while returned < missing_bytes:
-            with state.lock:
-                victim = next(
-                    (
-                        conversation
-                        for conversation in state.conversations
-                        if conversation.on_disk
-                        and conversation is not keep
-                        and not conversation.busy
-                        and not conversation.pinned
-                        and not conversation.writing
-                        and conversation.tips
-                    ),
-                    None,
-                )
-                if victim is None:
-                    break
-                tokens = victim.tokens
-                state.leave_disk(victim)
-                if not victim.in_ram:
-                    state.drop_conversation(victim)
-                else:
-                    victim.dirty = False
-            freed = self.collect_dead()
-            returned += freed
-            state.receipts.add(
-                kind=ReceiptKind.EVICT,
-                outcome="evicted",
-                reason="disk_capacity",
-                conversation=victim.id,
-                tier="disk",
-                tokens=tokens,
-                bytes=freed,
-            )
+        for victim in victims:
+            if returned >= missing_bytes:
+                break
+            returned += self._evict(victim)
         return returned > 0
+
+    def _recovered(self) -> bool:
+        """Whether all old packs are known; waits a little for them, since the oldest comes last."""
+        state = self.state
+        deadline = state.clock.monotonic() + RECOVERY_WAIT_S
+        with state.lock:
+            while state.recovering and state.clock.monotonic() < deadline:
+                state.wake.wait(0.1)
+            return not state.recovering
+
+    def _disk_victims(self, missing_bytes: int, keep: Conversation | None) -> list[Conversation]:
+        """Conversations to let go, oldest first, that together bring ``missing_bytes``; empty when all do not."""
+        state = self.state
+        slot_bytes = state.geometry.pod_slot_bytes
+        with state.lock:
+            conversations = list(state.conversations)
+        gone: dict[int, int] = {}
+        victims: list[Conversation] = []
+        found = 0
+        for conversation in conversations:
+            with state.lock:
+                if conversation is keep or not self._may_leave_disk(conversation):
+                    continue
+                ledger = state.ledger
+                frees = sum(len(ledger.disk_frees(row, gone)) for row in conversation.rows())
+            victims.append(conversation)
+            found += frees * slot_bytes
+            if found >= missing_bytes:
+                return victims
+        return []
+
+    def _may_leave_disk(self, conversation: Conversation) -> bool:
+        return (
+            conversation.on_disk
+            and bool(conversation.tips)
+            and not (conversation.busy or conversation.pinned or conversation.writing)
+        )
+
+    def _evict(self, victim: Conversation) -> int:
+        state = self.state
+        with state.lock:
+            if not self._may_leave_disk(victim):
+                return 0
+            tokens = victim.tokens
+            state.leave_disk(victim)
+            state.conversations.mark_clean(victim)
+            if not victim.in_ram:
+                state.drop_conversation(victim)
+        freed = self.collect_dead()
+        state.receipts.add(
+            kind=ReceiptKind.EVICT,
+            outcome="evicted",
+            reason="disk_capacity",
+            conversation=victim.id,
+            tier="disk",
+            tokens=tokens,
+            bytes=freed,
+        )
+        return freed
 
     def collect_dead(self) -> int:
         """Give the space of entries nobody keeps back to the file system; returns the bytes."""
         state = self.state
-        with state.lock:
-            dead = state.take_unheld_disk()
-            bad = list(state.bad_packs)
         returned = 0
-        for number, entries in dead.items():
-            returned += self.drop_entries(number, entries)
+        while True:
+            with state.lock:
+                dead = state.take_unheld_disk(most=_ROWS_PER_HOLD)
+                bad = list(state.bad_packs)
+            for number, entries in dead.items():
+                returned += self.drop_entries(number, entries)
+            if not dead:
+                break
         for number in bad:
             self._quarantine(number)
         return returned
 
-    def drop_entries(self, number: int, entries: Iterable[int]) -> int:
-        """Entries of a pack that no row points at any more: their space goes back to the file system (D6)."""
+    def drop_entries(self, number: int, entries: Sequence[int]) -> int:
+        """Entries of a pack that no row points at any more: their space goes back to the file system (D6).
+
+        They must have been added to the pack's ``dropping``.
+        """
         pack = self.state.packs[number]
+        nbytes = 0
         try:
             with self._io:
                 nbytes = self.store.drop(pack.pack, sorted(entries))
         except (ParkadeError, OSError) as error:
-            _log.warning("space of pack %s could not be given back: %s", pack.pack, error)
-            self.state.metrics.spill_errors.labels(op="drop", reason="failed").inc()
-            return 0
+            self.failed("drop", error)
         with self.state.lock:
-            gone = pack.live == 0
-            if gone:
-                self.state.forget_pack(number)
-        if gone:
-            self.mover.forget_pack(pack.pack)
+            pack.dropping -= len(entries)
+        self._settle(number)
         return nbytes
 
     def _quarantine(self, number: int) -> None:
-        """A block of the pack was damaged: set the whole pack aside; its other blocks become misses (D4)."""
+        """A block of the pack was damaged: set its files aside; the ledger has let go of it already (D4)."""
         state = self.state
-        ledger = state.ledger
         with state.lock:
             pack = state.packs[number]
-            if not pack.bad:
+            if number not in state.bad_packs:
                 return
-            rows = ledger.rows_of_pack(number)
-            if any(ledger.pins[row] for row in rows):
-                return
-            pack.bad = False
             state.bad_packs.discard(number)
-            for row in rows:
-                ledger.disk_gone(row)
-                ledger.forget_if_dead(row)
-            pack.live = 0
-            conversation = state.conversations.get(pack.conversation)
-            if conversation is not None:
-                conversation.dirty = True
-            state.changed()
         self.mover.forget_pack(pack.pack)
         state.metrics.spill_corrupt_blocks.inc()
         try:
             with self._io:
                 self.store.quarantine(pack.pack, "a block's checksum did not match")
         except (ParkadeError, OSError) as error:
-            _log.error("damaged pack %s could not be set aside: %s", pack.pack, error)
+            self.failed("quarantine", error)
         state.receipts.add(
             kind=ReceiptKind.DROP,
             outcome="quarantined",
             reason="damaged",
             conversation=pack.conversation,
             tier="disk",
-            blocks=len(rows),
-            bytes=len(rows) * state.geometry.pod_slot_bytes,
+            blocks=pack.poisoned,
+            bytes=pack.poisoned * state.geometry.pod_slot_bytes,
         )
+        with state.lock:
+            pack.bad = False
+        self._settle(number)
 
     # -- write-out -----------------------------------------------------------------------------------------
 
@@ -608,33 +759,75 @@ class DiskTier:
 
     def _write_out(self, conversation: Conversation, deadline: float) -> WriteOutcome:
         wrote = False
-        while True:
-            self._join_writes(conversation, deadline)
-            if self.state.clock.monotonic() >= deadline:
+        for _ in range(_ROUNDS):
+            if not self._join_writes(conversation, deadline) or self.state.clock.monotonic() >= deadline:
                 return WriteOutcome.DEADLINE
             ticket = self.order_write(conversation, urgent=True)
             if isinstance(ticket, WriteOutcome):
                 return WriteOutcome.WRITTEN if wrote and ticket is WriteOutcome.ALREADY_ON_DISK else ticket
-            if not ticket.done.wait(max(0.0, deadline - self.state.clock.monotonic())):
-                self.mover.cancel(ticket.job)
-                ticket.done.wait(1.0)
-                return ticket.outcome if ticket.outcome is WriteOutcome.WRITTEN else WriteOutcome.DEADLINE
+            if not self._await(ticket, deadline):
+                return WriteOutcome.DEADLINE
             if ticket.outcome is not WriteOutcome.WRITTEN:
                 return ticket.outcome
             wrote = True
+        return WriteOutcome.WRITTEN
 
-    def _join_writes(self, conversation: Conversation, deadline: float) -> None:
-        """Wait for writes of the conversation that are under way: their blocks need not be written again."""
+    def _await(self, ticket: WriteTicket, deadline: float) -> bool:
+        """Whether the write ended in time; one that did not is given up and never published (W3)."""
+        if ticket.done.wait(max(0.0, deadline - self.state.clock.monotonic())):
+            return True
         with self.state.lock:
-            tickets = [self._tickets[job] for job in conversation.writing if job in self._tickets]
+            ticket.forgotten = ticket.job in self._tickets
+        self.mover.cancel(ticket.job)
+        return ticket.done.wait(CANCEL_WAIT_S) and ticket.outcome is WriteOutcome.WRITTEN
+
+    def _join_writes(self, conversation: Conversation, deadline: float) -> bool:
+        """Wait for writes under way that hold blocks of the conversation, its own and others': W7 writes none twice.
+
+        False when the conversation's own did not end in time; they are given up then.
+        """
+        state = self.state
+        ledger = state.ledger
+        with state.lock:
+            numbers = {
+                ledger.pack[row]
+                for top in conversation.rows()
+                for row in ledger.ancestors(top)
+                if ledger.disk[row] == DiskState.WRITING
+            }
+            tickets = [
+                ticket
+                for ticket in self._tickets.values()
+                if ticket.conversation is conversation or ticket.number in numbers
+            ]
+        in_time = True
         for ticket in tickets:
-            ticket.done.wait(max(0.0, deadline - self.state.clock.monotonic()))
+            if ticket.conversation is conversation:
+                in_time &= self._await(ticket, deadline)
+            else:
+                ticket.done.wait(max(0.0, deadline - state.clock.monotonic()))
+        return in_time
 
-    def forget_writes(self, conversation: Conversation) -> None:
-        """The conversation is deleted: no write of it is ever published (case 69)."""
+    def forget(self, conversation: Conversation, turns: Iterable[Turn]) -> None:
+        """The conversation is deleted: no write or stream of it is ever published (case 69)."""
         with self.state.lock:
-            tickets = [self._tickets[job] for job in conversation.writing if job in self._tickets]
+            tickets = [ticket for ticket in self._tickets.values() if ticket.conversation is conversation]
             for ticket in tickets:
                 ticket.forgotten = True
+            streams = [turn.stream for turn in turns if turn.stream is not None and not turn.stream.failed]
         for ticket in tickets:
             self.mover.cancel(ticket.job)
+        for stream in streams:
+            self._refuse_stream(stream, "forgotten")
+
+    @property
+    def backlog_bytes(self) -> int:
+        """Bytes of the writes that are ordered and not over."""
+        with self.state.lock:
+            return sum(ticket.nbytes for ticket in self._tickets.values())
+
+    def new_generation(self) -> None:
+        """Nothing that is on disk is ever found again; what is under way can no longer be published (trap 14)."""
+        with self._io:
+            self.store.new_generation()
+        self.mover.attach(str(self.store.identity_folder), self.store.fingerprint, direct=self.store.direct)

@@ -1,8 +1,8 @@
 """Threads that carry out a mover's work, one kind of work a lane.
 
 Why it exists: a slow disk must not delay a memory copy, and a write-out must overtake background writes, so
-each kind of work has its own queue and thread. What must stay true: a task that raises is handed to the
-lane's ``on_error`` and never ends the lane.
+each kind of work has its own queue and thread. What must stay true: a task that raises never ends the lane, and
+what was accepted before a lane is closed is still run.
 """
 
 from __future__ import annotations
@@ -33,12 +33,18 @@ class Lane:
             thread.start()
 
     def submit(self, task: Task) -> None:
-        """Queue a task; returns at once."""
+        """Queue a task; returns at once. Raises RuntimeError once the lane is closed."""
+        if not self.try_submit(task):
+            raise RuntimeError(f"lane {self._name} is closed")
+
+    def try_submit(self, task: Task) -> bool:
+        """Queue a task; False, and nothing is done, once the lane is closed."""
         with self._ready:
             if self._closed:
-                raise RuntimeError(f"lane {self._name} is closed")
+                return False
             self._tasks.append(task)
             self._ready.notify()
+            return True
 
     def close(self, *, timeout_s: float = 10.0) -> None:
         """Run what is queued, then stop; waits at most ``timeout_s`` for each thread."""
@@ -59,5 +65,5 @@ class Lane:
                 task = self._tasks.popleft()
             try:
                 task()
-            except Exception:
+            except Exception:  # noqa: BLE001 - the next task must still run
                 _log.exception("a task of lane %s failed", self._name)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import enum
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NewType
 
 import numpy as np
@@ -93,7 +93,7 @@ class Ledger:
         """Row of ``key``, or ``NO_BLOCK``."""
         return BlockIndex(self.rows.get(key, -1))
 
-    def intern(self, key: BlockKey, *, parent: BlockIndex, end_token: int) -> BlockIndex:
+    def intern(self, key: BlockKey, parent: int, end_token: int) -> BlockIndex:
         """Row of ``key``, made when it is new; a missing link to its parent is filled in.
 
         ``end_token`` is the position in tokens just behind the block.
@@ -104,7 +104,7 @@ class Ledger:
         self.end_token[row] = end_token
         if parent >= 0 and self.parent[row] < 0 and parent != row:
             self._link(row, parent)
-        return BlockIndex(row)
+        return row  # type: ignore[return-value]  # a NewType call here is a tenth of a store's time
 
     def _new_row(self, key: BlockKey) -> int:
         if self._free:
@@ -235,6 +235,10 @@ class Ledger:
         rows, self._unheld_disk = self._unheld_disk, []
         return [row for row in dict.fromkeys(rows) if not self.disk_hold[row] and self.disk[row] != _ABSENT]
 
+    def unheld_in_ram(self) -> list[int]:
+        """Blocks in RAM that nobody keeps there and that a job still uses; meaningful after they were taken."""
+        return [row for row in self._unheld_ram if not self.ram_hold[row] and self.ram[row] != _ABSENT]
+
     def postpone_unheld(self, *, ram: Iterable[int] = (), disk: Iterable[int] = ()) -> None:
         """Hand rows back that are pinned just now; the next ``take_unheld_*`` returns them again."""
         self._unheld_ram.extend(ram)
@@ -257,6 +261,27 @@ class Ledger:
         self.slot[row] = slot
         self.ram[row] = _FILLING
         self.ram_blocks += 1
+
+    def fill_many(self, rows: Sequence[int], slots: Sequence[int]) -> None:
+        """As ``ram_filling`` for each, and pinned until ``ready_many``: what a step stores, without a call a block."""
+        slot_of, ram, pins = self.slot, self.ram, self.pins
+        for row, slot in zip(rows, slots, strict=True):
+            slot_of[row] = slot
+            ram[row] = _FILLING
+            pins[row] += 1
+        self.ram_blocks += len(rows)
+
+    def ready_many(self, rows: Sequence[int]) -> None:
+        """As ``ram_ready`` and ``unpin`` for each."""
+        ram, disk, pins = self.ram, self.disk, self.pins
+        dirty = 0
+        for row in rows:
+            if ram[row] != _FILLING:
+                raise ValueError("a block must be filling before it is ready")
+            ram[row] = _READY
+            pins[row] -= 1
+            dirty += disk[row] != _PUBLISHED
+        self.dirty_blocks += dirty
 
     def ram_ready(self, row: int) -> None:
         """The copy into RAM is complete: the block may serve hits."""
@@ -314,6 +339,10 @@ class Ledger:
             row = parent[row]
         found.reverse()
         return found
+
+    def is_checkpoint(self, row: int) -> bool:
+        """Whether a recurrent state is worth a place on disk: a chain ends here, begins here, or several part (D7)."""
+        return self.children[row] != 1 or self.tips[row] > 0 or self.parent[row] < 0
 
     def rows_of_pack(self, pack: int) -> list[int]:
         """Rows published in ``pack``; one pass over a column, for the rare case of a damaged pack."""

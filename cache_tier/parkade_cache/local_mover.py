@@ -14,9 +14,10 @@ import logging
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from parkade_cache.arena import Arena
 from parkade_cache.buffers import BOUNCE_BYTES, BufferPool
@@ -38,16 +39,34 @@ from parkade_cache.mover import (
     ReportSink,
     SlotBlock,
     WrittenEntry,
+    heap_kept,
+    no_pack,
+    not_committed,
+    not_released,
 )
 from parkade_cache.slots import PAGE_BYTES, Geometry
-from parkade_cache.spill import FileSystem, PackAddress, PackBlock, PackEntry, PackHeader, PackInfo, PackReader, PackWriter
+from parkade_cache.spill import (
+    FileSystem,
+    PackAddress,
+    PackBlock,
+    PackEntry,
+    PackHeader,
+    PackInfo,
+    PackReader,
+    PackWriter,
+)
 from parkade_cache.spill.layout import pack_path
 from parkade_cache.transfers import LoadJob, StoreJob, TransferDone
 
 _log = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
+
 WRITE_UNIT_BYTES = 32 << 20
 """W1: what is written out is streamed in units of at most this many bytes."""
+
+_OVER_PACKS = 4096
+"""Streams remembered as over: a block that is captured for one of them has nowhere to go."""
 
 _OPEN_READERS = 64
 """Packs kept open for reading; a reader is one file descriptor and the pack's footer."""
@@ -108,7 +127,6 @@ class _Stream:
     """A pack that blocks are streamed to."""
 
     order: PackOrder | None = None
-    expected_bytes: int = 0
     writer: PackWriter | None = None
     queue: deque[_Streamed] = field(default_factory=deque)
     written: list[WrittenEntry] = field(default_factory=list)
@@ -134,7 +152,7 @@ class LocalMover(Mover):
     Reports go to ``sink`` from the mover's own threads. Without ``attach`` there is no disk.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one rank's parts, each by keyword
         self,
         *,
         geometry: Geometry,
@@ -164,6 +182,7 @@ class LocalMover(Mover):
         self._staging = BufferPool(buffer_bytes=geometry.slot_bytes, limit_bytes=bounce_bytes)
         self._waiting: deque[_WaitingCapture] = deque()
         self._streams: dict[PackId, _Stream] = {}
+        self._over: OrderedDict[PackId, None] = OrderedDict()
         self._queued_writes: dict[JobId, PackOrder] = {}
         self._running_writes: set[JobId] = set()
         self._cancelled_writes: set[JobId] = set()
@@ -230,7 +249,7 @@ class LocalMover(Mover):
                 continue
             with transfer.lock:
                 transfer.cancelled = True
-            self._capture_waiting()
+            self._capture_lane.try_submit(self._capture_waiting_now)
 
     def _expire_loads(self) -> None:
         now = self._clock()
@@ -286,30 +305,28 @@ class LocalMover(Mover):
             else:
                 self._settle(transfer, (position,), failed=True)
         for batch in _batches(to_slots, self.device.batch_blocks):
-            self._capture_to_slots(transfer, job, batch, after)
+            captured = self._copy_out_to_slots(transfer, job, batch, after)
+            self._settle(transfer, batch, failed=not captured)
         self._capture_waiting_now()
 
-    def _capture_to_slots(self, transfer: _Transfer, job: StoreJob, positions: Sequence[int], after: object) -> None:
-        captured = False
+    def _copy_out_to_slots(self, transfer: _Transfer, job: StoreJob, positions: Sequence[int], after: object) -> bool:
         with transfer.lock:
-            if not transfer.cancelled:
-                try:
-                    blocks = [job.blocks[position] for position in positions]
-                    targets = [self._parked_view(job.targets[p].slot, job.blocks[p].group) for p in positions]
-                    self.device.copy_out(blocks, targets, after)
-                    captured = True
-                    transfer.ram_bytes += sum(len(target) for target in targets)
-                except Exception:
-                    _log.exception("blocks could not be copied to RAM")
-        self._settle(transfer, positions, failed=not captured)
+            if transfer.cancelled:
+                return False
+            try:
+                blocks = [job.blocks[position] for position in positions]
+                targets = [self._parked_view(job.targets[p].slot, job.blocks[p].group) for p in positions]
+                self.device.copy_out(blocks, targets, after)
+            except Exception:  # noqa: BLE001 - whatever a device raises, these blocks are not captured
+                _log.exception("blocks could not be copied to RAM")
+                return False
+            transfer.ram_bytes += sum(len(target) for target in targets)
+            return True
 
     def _parked_view(self, slot: int, group: int) -> HostBytes:
         """The payload of a slot, its extent committed."""
         self._ensure_committed(slot)
         return self._slot_view(slot)[: self.device.payload_bytes(group)]
-
-    def _capture_waiting(self) -> None:
-        self._capture_lane.submit(self._capture_waiting_now)
 
     def _capture_waiting_now(self) -> None:
         """Runs on the capture lane only."""
@@ -327,25 +344,39 @@ class LocalMover(Mover):
 
     def _capture_to_stream(self, waiting: _WaitingCapture, buffer: HostBytes) -> None:
         nbytes = self.device.payload_bytes(waiting.block.group)
-        transfer = waiting.transfer
-        captured = False
-        with transfer.lock:
-            if not transfer.cancelled:
-                self.device.copy_out((waiting.block,), (buffer[:nbytes],), waiting.after)
-                captured = True
-        if not captured:
-            self._bounce.give(buffer)
-        else:
-            with self._lock:
+        captured = self._copy_out_to_buffer(waiting, buffer[:nbytes])
+        with self._lock:
+            captured &= waiting.pack not in self._over
+            if captured:
                 stream = self._streams.setdefault(waiting.pack, _Stream())
                 stream.queue.append(_Streamed(waiting.meta, buffer, nbytes))
+        if captured:
             self._stream_lane.submit(lambda: self._write_stream(waiting.pack))
-        self._settle(transfer, (waiting.position,), failed=not captured)
+        else:
+            self._bounce.give(buffer)
+        self._settle(waiting.transfer, (waiting.position,), failed=not captured)
+
+    def _copy_out_to_buffer(self, waiting: _WaitingCapture, target: HostBytes) -> bool:
+        with waiting.transfer.lock:
+            if waiting.transfer.cancelled:
+                return False
+            try:
+                self.device.copy_out((waiting.block,), (target,), waiting.after)
+            except Exception:  # noqa: BLE001 - whatever a device raises, this block is not captured
+                _log.exception("a block could not be copied to its stream")
+                return False
+            return True
 
     def _stream_failed(self, pack: PackId) -> bool:
         with self._lock:
             stream = self._streams.get(pack)
-            return stream is not None and bool(stream.failure)
+            return pack in self._over or (stream is not None and bool(stream.failure))
+
+    def _stream_is_over(self, pack: PackId) -> None:
+        """Nothing more may be captured for it; the caller holds the lock."""
+        self._over[pack] = None
+        while len(self._over) > _OVER_PACKS:
+            self._over.popitem(last=False)
 
     def _ensure_committed(self, slot: int) -> None:
         self.arena.commit(slot // self.geometry.slots_per_extent)
@@ -357,14 +388,15 @@ class LocalMover(Mover):
 
     # -- streams -----------------------------------------------------------------------------------------
 
-    def open_stream(self, order: PackOrder, expected_bytes: int) -> None:
+    def open_stream(self, order: PackOrder, expected_bytes: int) -> None:  # noqa: ARG002 - its file grows by itself
         """See ``Mover.open_stream``."""
         with self._lock:
+            if order.pack in self._over:
+                return
             stream = self._streams.setdefault(order.pack, _Stream())
             stream.order = order
-            stream.expected_bytes = expected_bytes
             stream.started = self._clock()
-        self._stream_lane.submit(lambda: self._write_stream(order.pack))
+        self._stream_lane.try_submit(lambda: self._write_stream(order.pack))
 
     def _write_stream(self, pack: PackId) -> None:
         """Runs on the stream lane only."""
@@ -376,66 +408,68 @@ class LocalMover(Mover):
                 unit = [stream.queue.popleft() for _ in range(min(len(stream.queue), self._bounce.count))]
             try:
                 if not stream.failure:
-                    self._append_unit(stream, unit)
-            except (ParkadeError, OSError) as error:
+                    self._append_unit(stream, stream.order, unit)
+            except Exception as error:  # noqa: BLE001 - whatever went wrong, the pack cannot become whole any more
                 _log.warning("writing pack %s failed: %s", pack, error)
                 self._fail_stream(stream, str(error))
             finally:
-                for block in unit:
-                    self._bounce.give(block.buffer)
-                self._capture_waiting()
+                self._give_back(unit)
 
-    def _append_unit(self, stream: _Stream, unit: Sequence[_Streamed]) -> None:
-        assert stream.order is not None
+    def _append_unit(self, stream: _Stream, order: PackOrder, unit: Sequence[_Streamed]) -> None:
         if stream.writer is None:
-            stream.writer = self._new_writer(stream.order, expected_bytes=None)
-        entries = stream.writer.append_many(
-            [_pack_block(block.meta, block.buffer, block.nbytes) for block in unit]
-        )
+            stream.writer = self._new_writer(order, expected_bytes=None)
+        entries = stream.writer.append_many([_pack_block(block.meta, block.buffer, block.nbytes) for block in unit])
         stream.written.extend(_written(entry) for entry in entries)
+
+    def _give_back(self, unit: Iterable[_Streamed]) -> None:
+        for block in unit:
+            self._bounce.give(block.buffer)
+        self._capture_lane.try_submit(self._capture_waiting_now)
 
     def _fail_stream(self, stream: _Stream, reason: str) -> None:
         stream.failure = reason or "failed"
         if stream.writer is not None:
-            stream.writer.abort()
+            self._abort(stream.writer)
             stream.writer = None
 
     def finish_stream(self, job: JobId, order: PackOrder) -> None:
         """See ``Mover.finish_stream``."""
-        self._stream_lane.submit(lambda: self._finish_stream(job, order))
+        if not self._stream_lane.try_submit(lambda: self._finish_stream(job, order)):
+            self._report_pack(job, order, JobOutcome.CANCELLED, reason=_CLOSED)
 
     def _finish_stream(self, job: JobId, order: PackOrder) -> None:
         self._write_stream(order.pack)
-        with self._lock:
-            stream = self._streams.pop(order.pack, None)
-        if stream is None or stream.failure or stream.writer is None:
-            reason = stream.failure if stream is not None and stream.failure else "nothing was streamed to the pack"
-            self._report_pack(job, order, JobOutcome.FAILED, (), 0, 0.0, reason)
+        stream = self._take_stream(order.pack)
+        if stream.failure or stream.writer is None:
+            reason = stream.failure or "nothing was streamed to the pack"
+            self._report_pack(job, order, JobOutcome.FAILED, reason=reason)
             return
         self._complete(job, order, stream.writer, tuple(stream.written), stream.started)
+
+    def _take_stream(self, pack: PackId) -> _Stream:
+        """The stream, over from now on, with nothing left in its queue."""
+        with self._lock:
+            self._stream_is_over(pack)
+            stream = self._streams.pop(pack, None) or _Stream()
+            left, stream.queue = stream.queue, deque()
+        self._give_back(left)
+        return stream
 
     def abort_stream(self, job: JobId, pack: PackId, reason: str) -> None:
         """See ``Mover.abort_stream``."""
         with self._lock:
-            self._streams.setdefault(pack, _Stream()).failure = reason
-        self._stream_lane.submit(lambda: self._abort_stream(job, pack, reason))
+            self._stream_is_over(pack)
+            stream = self._streams.get(pack)
+            order = stream.order if stream is not None else None
+            if stream is not None:
+                stream.failure = reason or "aborted"
+        order = order or PackOrder(pack=pack, conversation=_NOBODY, created_at=0.0)
+        if not self._stream_lane.try_submit(lambda: self._abort_stream(job, order, reason)):
+            self._report_pack(job, order, JobOutcome.CANCELLED, reason=reason)
 
-    def _abort_stream(self, job: JobId, pack: PackId, reason: str) -> None:
-        with self._lock:
-            stream = self._streams[pack]
-            order = stream.order or PackOrder(pack=pack, conversation=_NOBODY, created_at=0.0)
-            queue, stream.queue = stream.queue, deque()
-        self._fail_stream(stream, reason)
-        for block in queue:
-            self._bounce.give(block.buffer)
-
-        def gone() -> None:
-            self._capture_waiting_now()
-            with self._lock:
-                self._streams.pop(pack, None)
-            self._report_pack(job, order, JobOutcome.CANCELLED, (), 0, 0.0, reason)
-
-        self._capture_lane.submit(gone)
+    def _abort_stream(self, job: JobId, order: PackOrder, reason: str) -> None:
+        self._fail_stream(self._take_stream(order.pack), reason)
+        self._report_pack(job, order, JobOutcome.CANCELLED, reason=reason)
 
     # -- writes from RAM ---------------------------------------------------------------------------------
 
@@ -444,7 +478,8 @@ class LocalMover(Mover):
         with self._lock:
             self._queued_writes[job] = order
         lane = self._urgent_lane if urgent else self._write_lane
-        lane.submit(lambda: self._write(job, order, tuple(blocks)))
+        if not lane.try_submit(lambda: self._write(job, order, tuple(blocks))):
+            self.cancel(job)
 
     def cancel(self, job: JobId) -> None:
         """See ``Mover.cancel``. A queued order is answered at once, whatever is queued before it."""
@@ -453,38 +488,49 @@ class LocalMover(Mover):
             if order is None and job in self._running_writes:
                 self._cancelled_writes.add(job)
         if order is not None:
-            self._report_pack(job, order, JobOutcome.CANCELLED, (), 0, 0.0, "cancelled before it began")
+            self._report_pack(job, order, JobOutcome.CANCELLED, reason="cancelled before it began")
 
     def _is_cancelled(self, job: JobId) -> bool:
         with self._lock:
             return job in self._cancelled_writes
 
     def _write(self, job: JobId, order: PackOrder, blocks: tuple[SlotBlock, ...]) -> None:
-        started = self._clock()
-        writer: PackWriter | None = None
-        written: list[WrittenEntry] = []
         with self._lock:
             if self._queued_writes.pop(job, None) is None:
                 return
             self._running_writes.add(job)
         try:
-            writer = self._new_writer(order, expected_bytes=len(blocks) * self.geometry.slot_bytes)
-            for unit in _units(blocks, max(1, WRITE_UNIT_BYTES // self.geometry.slot_bytes)):
-                written.extend(self._append_slots(writer, unit))
-                if self._is_cancelled(job):
-                    writer.abort()
-                    self._report_pack(job, order, JobOutcome.CANCELLED, (), 0, self._clock() - started, "cancelled")
-                    return
-            self._complete(job, order, writer, tuple(written), started)
-        except (ParkadeError, OSError) as error:
-            _log.warning("writing pack %s failed: %s", order.pack, error)
-            if writer is not None:
-                writer.abort()
-            self._report_pack(job, order, JobOutcome.FAILED, (), 0, self._clock() - started, str(error))
+            self._write_units(job, order, blocks, self._clock())
         finally:
             with self._lock:
                 self._running_writes.discard(job)
                 self._cancelled_writes.discard(job)
+
+    def _write_units(self, job: JobId, order: PackOrder, blocks: tuple[SlotBlock, ...], started: float) -> None:
+        writer: PackWriter | None = None
+        written: list[WrittenEntry] = []
+        try:
+            writer = self._new_writer(order, expected_bytes=len(blocks) * self.geometry.slot_bytes)
+            for unit in _batches(blocks, max(1, WRITE_UNIT_BYTES // self.geometry.slot_bytes)):
+                written.extend(self._append_slots(writer, unit))
+                if self._is_cancelled(job):
+                    self._abort(writer)
+                    self._report_pack(job, order, JobOutcome.CANCELLED, reason="cancelled while it ran")
+                    return
+        except Exception as error:  # noqa: BLE001 - whatever went wrong, the order must be answered
+            _log.warning("writing pack %s failed: %s", order.pack, error)
+            if writer is not None:
+                self._abort(writer)
+            self._report_pack(job, order, JobOutcome.FAILED, reason=str(error) or type(error).__name__)
+            return
+        self._complete(job, order, writer, tuple(written), started)
+
+    def _abort(self, writer: PackWriter) -> None:
+        """Remove what was written; a file that cannot be removed now is cleaned up at the next start (D3)."""
+        try:
+            writer.abort()
+        except (ParkadeError, OSError) as error:
+            _log.warning("what was written of a pack could not be removed: %s", error)
 
     def _append_slots(self, writer: PackWriter, unit: Sequence[SlotBlock]) -> list[WrittenEntry]:
         entries = writer.append_many(
@@ -508,46 +554,32 @@ class LocalMover(Mover):
         return PackWriter(self._fs, files.folder, header, direct=files.direct, expected_bytes=expected_bytes)
 
     def _complete(
-        self,
-        job: JobId,
-        order: PackOrder,
-        writer: PackWriter,
-        written: tuple[WrittenEntry, ...],
-        started: float,
+        self, job: JobId, order: PackOrder, writer: PackWriter, written: tuple[WrittenEntry, ...], started: float
     ) -> None:
         try:
             info = writer.finish(order.tips)
-        except (ParkadeError, OSError) as error:
-            writer.abort()
-            self._report_pack(job, order, JobOutcome.FAILED, (), 0, self._clock() - started, str(error))
+        except Exception as error:  # noqa: BLE001 - whatever went wrong, the order must be answered
+            self._abort(writer)
+            self._report_pack(job, order, JobOutcome.FAILED, reason=str(error) or type(error).__name__)
             return
-        self._report_pack(job, order, JobOutcome.DONE, written, info.file_bytes, self._clock() - started, "")
-
-    def _report_pack(
-        self,
-        job: JobId,
-        order: PackOrder,
-        outcome: JobOutcome,
-        entries: tuple[WrittenEntry, ...],
-        file_bytes: int,
-        seconds: float,
-        reason: str,
-    ) -> None:
         self._sink(
             PackWritten(
                 job=job,
                 rank=self.rank,
-                outcome=outcome,
+                outcome=JobOutcome.DONE,
                 pack=order.pack,
                 conversation=order.conversation,
                 created_at=order.created_at,
-                entries=entries,
+                entries=written,
                 tips=order.tips,
-                file_bytes=file_bytes,
-                seconds=seconds,
-                reason=reason,
+                file_bytes=info.file_bytes,
+                seconds=self._clock() - started,
             )
         )
+
+    def _report_pack(self, job: JobId, order: PackOrder, outcome: JobOutcome, *, reason: str) -> None:
+        """There is no such pack."""
+        self._sink(no_pack(job, self.rank, order, outcome, reason=reason))
 
     def _attached(self) -> _RankFiles:
         if self._files is None:
@@ -558,18 +590,25 @@ class LocalMover(Mover):
 
     def _load_from_ram(self, transfer: _Transfer, job: LoadJob, positions: Sequence[int], after: object) -> None:
         for batch in _batches(positions, self.device.batch_blocks):
-            blocks = [job.blocks[position] for position in batch]
-            sources = [
-                self._slot_view(job.sources[position].slot)[: self.device.payload_bytes(block.group)]
-                for position, block in zip(batch, blocks, strict=True)
-            ]
-            arrived = False
-            with transfer.lock:
-                if not transfer.cancelled:
-                    self.device.copy_in(sources, blocks, after)
-                    transfer.ram_bytes += sum(len(source) for source in sources)
-                    arrived = True
+            arrived = self._copy_in_from_slots(transfer, job, batch, after)
             self._settle(transfer, batch, failed=not arrived)
+
+    def _copy_in_from_slots(self, transfer: _Transfer, job: LoadJob, positions: Sequence[int], after: object) -> bool:
+        blocks = [job.blocks[position] for position in positions]
+        with transfer.lock:
+            if transfer.cancelled:
+                return False
+            try:
+                sources = [
+                    self._slot_view(job.sources[position].slot)[: self.device.payload_bytes(block.group)]
+                    for position, block in zip(positions, blocks, strict=True)
+                ]
+                self.device.copy_in(sources, blocks, after)
+            except Exception:  # noqa: BLE001 - whatever a device raises, these blocks are recomputed
+                _log.exception("blocks could not be copied from RAM")
+                return False
+            transfer.ram_bytes += sum(len(source) for source in sources)
+            return True
 
     def _read_units(self, job: LoadJob, positions: Sequence[int]) -> list[list[int]]:
         """Split disk positions by pack, each unit no larger than half the staging buffers."""
@@ -592,7 +631,7 @@ class LocalMover(Mover):
             now, unit = unit[: len(buffers)], unit[len(buffers) :]
             try:
                 self._read_and_deliver(transfer, job, now, buffers, after)
-            except Exception:
+            except Exception:  # noqa: BLE001 - whatever went wrong, these blocks are recomputed
                 _log.exception("a load from pack %s failed", job.sources[now[0]].pack)
                 self._settle(transfer, now, failed=True)
             finally:
@@ -603,7 +642,10 @@ class LocalMover(Mover):
         self, transfer: _Transfer, job: LoadJob, unit: Sequence[int], buffers: Sequence[HostBytes], after: object
     ) -> None:
         pack = job.sources[unit[0]].pack
-        assert pack is not None
+        if pack is None:
+            # The block went between its match and its load.
+            self._settle(transfer, unit, failed=True)
+            return
         started = self._clock()
         good, damaged = self._read(pack, [job.sources[position].entry for position in unit], buffers)
         seconds = self._clock() - started
@@ -617,9 +659,7 @@ class LocalMover(Mover):
                     transfer.disk_seconds += seconds
             self._settle(transfer, (position,), failed=not delivered)
 
-    def _deliver(
-        self, transfer: _Transfer, job: LoadJob, position: int, buffer: HostBytes, after: object
-    ) -> bool:
+    def _deliver(self, transfer: _Transfer, job: LoadJob, position: int, buffer: HostBytes, after: object) -> bool:
         block, source = job.blocks[position], job.sources[position]
         nbytes = self.device.payload_bytes(block.group)
         with transfer.lock:
@@ -632,16 +672,13 @@ class LocalMover(Mover):
             transfer.disk_bytes += nbytes
         return True
 
-    def _read(
-        self, pack: PackId, entry_numbers: Sequence[int], buffers: Sequence[HostBytes]
-    ) -> tuple[list[bool], bool]:
+    def _read(self, pack: PackId, numbers: Sequence[int], buffers: Sequence[HostBytes]) -> tuple[list[bool], bool]:
         """Which blocks are good, and whether the pack itself is damaged; a disk that fails is not a damaged pack."""
         try:
             opened = self._reader(pack)
-            entries = [opened.info.entries[number] for number in entry_numbers]
+            entries = [opened.info.entries[number] for number in numbers]
             views = [
-                memoryview(buffer[: _whole_pages(entry.nbytes)])
-                for entry, buffer in zip(entries, buffers, strict=True)
+                buffer[: _whole_pages(entry.nbytes)].data for entry, buffer in zip(entries, buffers, strict=True)
             ]
             with opened.lock:
                 good = opened.reader.read_into(entries, views)
@@ -649,7 +686,7 @@ class LocalMover(Mover):
         except (ParkadeError, OSError, IndexError) as error:
             _log.warning("reading pack %s failed: %s", pack, error)
             self.forget_pack(pack)
-            return [False] * len(entry_numbers), isinstance(error, FormatError | UnsafePathError | IndexError)
+            return [False] * len(numbers), isinstance(error, FormatError | UnsafePathError | IndexError)
 
     def _reader(self, pack: PackId) -> _OpenPack:
         with self._lock:
@@ -666,73 +703,88 @@ class LocalMover(Mover):
         )
         opened = _OpenPack(reader, reader.read_info())
         with self._lock:
-            self._readers[pack] = opened
+            kept = self._readers.setdefault(pack, opened)
             spare = [self._readers.popitem(last=False)[1] for _ in range(len(self._readers) - _OPEN_READERS)]
+        if kept is not opened:
+            # The other reading thread was faster.
+            spare.append(opened)
         for other in spare:
             other.close()
-        return opened
+        return kept
 
     def forget_pack(self, pack: PackId) -> None:
         """See ``Mover.forget_pack``; a read under way ends first, on a lane, not here."""
         with self._lock:
             opened = self._readers.pop(pack, None)
         if opened is not None:
-            self._memory_lane.submit(opened.close)
+            self._memory_lane.try_submit(opened.close)
 
     # -- memory ------------------------------------------------------------------------------------------
 
     def commit(self, job: JobId, extents: Sequence[int]) -> None:
         """See ``Mover.commit``."""
-        self._memory_lane.submit(lambda: self._commit(job, tuple(extents)))
+        if not self._memory_lane.try_submit(lambda: self._commit(job, tuple(extents))):
+            self._sink(not_committed(job, self.rank, extents, JobOutcome.CANCELLED, reason=_CLOSED))
 
     def _commit(self, job: JobId, extents: tuple[int, ...]) -> None:
         started = self._clock()
-        outcome, reason = JobOutcome.DONE, ""
         try:
             for extent in extents:
                 self.arena.commit(extent)
-        except ParkadeError as error:
-            outcome, reason = JobOutcome.FAILED, str(error)
+        except Exception as error:  # noqa: BLE001 - whatever went wrong, the order must be answered
+            self._sink(not_committed(job, self.rank, extents, JobOutcome.FAILED, reason=str(error)))
+            return
         self._sink(
             ExtentsCommitted(
                 job=job,
                 rank=self.rank,
-                outcome=outcome,
+                outcome=JobOutcome.DONE,
                 extents=extents,
                 nbytes=len(extents) * self.geometry.extent_bytes,
                 seconds=self._clock() - started,
-                reason=reason,
             )
         )
 
     def release(self, job: JobId, extents: Sequence[int]) -> None:
         """See ``Mover.release``."""
-        self._memory_lane.submit(lambda: self._release(job, tuple(extents)))
+        if not self._memory_lane.try_submit(lambda: self._release(job, tuple(extents))):
+            self._sink(not_released(job, self.rank, extents, JobOutcome.CANCELLED, reason=_CLOSED))
 
     def _release(self, job: JobId, extents: tuple[int, ...]) -> None:
         before = resident_bytes()
         started = self._clock()
-        nbytes = sum(self.arena.release(extent) for extent in extents)
+        nbytes, reason = 0, ""
+        for extent in extents:
+            try:
+                nbytes += self.arena.release(extent)
+            except Exception as error:  # noqa: BLE001 - the others can still be released
+                reason = str(error) or type(error).__name__
         seconds = self._clock() - started
         self._sink(
             ExtentsReleased(
                 job=job,
                 rank=self.rank,
-                outcome=JobOutcome.DONE,
+                outcome=JobOutcome.FAILED if reason else JobOutcome.DONE,
                 extents=extents,
                 nbytes=nbytes,
                 seconds=seconds,
                 resident_before_bytes=before,
                 resident_after_bytes=resident_bytes(),
+                reason=reason,
             )
         )
 
     def release_heap(self, job: JobId) -> None:
         """See ``Mover.release_heap``."""
-        self._memory_lane.submit(lambda: self._release_heap(job))
+        if not self._memory_lane.try_submit(lambda: self._release_heap(job)):
+            self._sink(heap_kept(job, self.rank, JobOutcome.CANCELLED, reason=_CLOSED))
 
     def _release_heap(self, job: JobId) -> None:
-        result = self._heap.release()
+        try:
+            result = self._heap.release()
+        except Exception as error:  # noqa: BLE001 - whatever went wrong, the order must be answered
+            self._sink(heap_kept(job, self.rank, JobOutcome.FAILED, reason=str(error)))
+            return
         self._sink(
             HeapReleased(
                 job=job,
@@ -767,6 +819,8 @@ class LocalMover(Mover):
             opened.close()
 
 
+_CLOSED = "the mover is closed"
+
 _NOBODY = ConversationId("")
 """Whose pack an aborted stream was when its order never came."""
 
@@ -778,7 +832,7 @@ def _pack_block(meta: BlockMeta, memory: HostBytes, nbytes: int) -> PackBlock:
         parent=meta.parent,
         end_token=meta.end_token,
         group=meta.group,
-        buffer=memoryview(memory[: _whole_pages(nbytes)]),
+        buffer=memory[: _whole_pages(nbytes)].data,
         nbytes=nbytes,
     )
 
@@ -796,9 +850,5 @@ def _written(entry: PackEntry) -> WrittenEntry:
     )
 
 
-def _batches(positions: Sequence[int], most: int) -> list[Sequence[int]]:
-    return [positions[start : start + most] for start in range(0, len(positions), most)]
-
-
-def _units(blocks: Sequence[SlotBlock], most: int) -> list[Sequence[SlotBlock]]:
-    return [blocks[start : start + most] for start in range(0, len(blocks), most)]
+def _batches(items: Sequence[_T], most: int) -> list[Sequence[_T]]:
+    return [items[start : start + most] for start in range(0, len(items), most)]

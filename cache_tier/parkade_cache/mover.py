@@ -70,7 +70,7 @@ class WrittenEntry:
 
 @dataclass(frozen=True, slots=True)
 class ExtentsCommitted:
-    """Answer to ``commit``: all extents are resident, or (failed) none of those listed is."""
+    """Answer to ``commit``: all extents are resident; or (failed) not all are, and the owner releases them all."""
 
     job: JobId
     rank: int
@@ -131,6 +131,67 @@ class PackWritten:
     reason: str = ""
 
 
+def no_pack(job: JobId, rank: int, order: PackOrder, outcome: JobOutcome, *, reason: str) -> PackWritten:
+    """The answer to a pack's order when there is no such pack on this rank."""
+    return PackWritten(
+        job=job,
+        rank=rank,
+        outcome=outcome,
+        pack=order.pack,
+        conversation=order.conversation,
+        created_at=order.created_at,
+        entries=(),
+        tips=order.tips,
+        file_bytes=0,
+        seconds=0.0,
+        reason=reason,
+    )
+
+
+def not_committed(
+    job: JobId, rank: int, extents: Sequence[int], outcome: JobOutcome, *, reason: str
+) -> ExtentsCommitted:
+    """The answer to ``commit`` when not all extents are resident on this rank."""
+    return ExtentsCommitted(
+        job=job, rank=rank, outcome=outcome, extents=tuple(extents), nbytes=0, seconds=0.0, reason=reason
+    )
+
+
+def not_released(
+    job: JobId, rank: int, extents: Sequence[int], outcome: JobOutcome, *, reason: str
+) -> ExtentsReleased:
+    """The answer to ``release`` when this rank cannot say what it gave back."""
+    return ExtentsReleased(
+        job=job,
+        rank=rank,
+        outcome=outcome,
+        extents=tuple(extents),
+        nbytes=0,
+        seconds=0.0,
+        resident_before_bytes=0,
+        resident_after_bytes=0,
+        reason=reason,
+    )
+
+
+def heap_kept(job: JobId, rank: int, outcome: JobOutcome, *, reason: str) -> HeapReleased:
+    """The answer to ``release_heap`` when this rank's heap was not asked."""
+    return HeapReleased(
+        job=job,
+        rank=rank,
+        outcome=outcome,
+        process=f"worker-{rank}",
+        allocator="",
+        seconds=0.0,
+        resident_before_bytes=0,
+        resident_after_bytes=0,
+        heap_bytes=None,
+        heap_free_bytes=None,
+        returned=False,
+        reason=reason,
+    )
+
+
 Report = ExtentsCommitted | ExtentsReleased | HeapReleased | PackWritten
 ReportSink = Callable[[Report], None]
 
@@ -180,4 +241,4 @@ class Mover(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Stop; orders still queued are answered as cancelled where the answer can still be heard."""
+        """Stop, within bounds of time; what was ordered before is completed, what comes later answered as cancelled."""

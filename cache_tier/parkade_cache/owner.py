@@ -1,8 +1,8 @@
 """The owner: the threads that keep a pod's conversations while the engine works or sleeps.
 
 Why it exists: the engine core sleeps without requests, so admission, write-behind, publishing, recovery and
-draining must not depend on an engine step. One thread answers the movers and keeps the disk up to date, one
-runs the gate, one brings back what an earlier life left on disk.
+draining must not depend on an engine step. One thread answers the movers, one runs the gate, one does what is due
+from time to time, one brings back what an earlier life left on disk.
 
 What must stay true: only these threads and the step hooks change the ledger, always under ``state.lock``;
 whoever asks (HTTP, operator, launcher) goes through the handlers at the end. Rules: W7, W8, S1-S3.
@@ -14,54 +14,42 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from parkade_cache import __version__
 from parkade_cache.admission import Admission
 from parkade_cache.cache import ConversationCache
-from parkade_cache.conversations import Conversation, Tip
+from parkade_cache.conversations import Conversation
 from parkade_cache.disk_tier import DiskTier, WriteTicket
 from parkade_cache.errors import ParkadeError
 from parkade_cache.hooks import HookTimes
-from parkade_cache.ids import NO_KEY, ConversationId
-from parkade_cache.ledger import NO_BLOCK, BlockIndex, DiskState
+from parkade_cache.ids import ConversationId
 from parkade_cache.memory.reading import MemorySampler
-from parkade_cache.mover import (
-    ExtentsCommitted,
-    ExtentsReleased,
-    HeapReleased,
-    JobId,
-    JobOutcome,
-    Mover,
-    PackWritten,
-    Report,
-)
+from parkade_cache.mover import ExtentsCommitted, ExtentsReleased, HeapReleased, JobId, Mover, PackWritten, Report
+from parkade_cache.policy import PolicyChange
+from parkade_cache.recall import Recall
 from parkade_cache.receipts import ReceiptKind
-from parkade_cache.spill import RecoveredPack, SpillStore, WriteOutcome
+from parkade_cache.spill import SpillStore, WriteOutcome
 from parkade_cache.state import CacheState
+from parkade_cache.summaries import IdentityFacts, describe, find, list_conversations, summarise
+
+__all__ = ["IdentityFacts", "Owner"]
 
 _log = logging.getLogger(__name__)
 
 TICK_S = 0.25
 """How often the owner looks for conversations that have become idle."""
 
+TOUCH_INTERVAL_S = 5.0
+"""How often the disk's index learns which conversations were used; a crash forgets at most this much of the order."""
+
 DIRTY_WATERMARK = 0.25
 """W8: unwritten share of ``parked.max`` above which writing does not wait for a conversation to be idle."""
 
-_RECOVER_SLICE = 256
-"""Blocks entered under one hold of the lock while old packs are brought back (S3)."""
+_TURNS_SHARE = 0.5
+"""Share of a drain's grace that running turns may take; the rest is for writing out (S1)."""
 
-
-@dataclass(frozen=True, slots=True)
-class IdentityFacts:
-    """What summaries say about whose blocks these are."""
-
-    model: str
-    fingerprint: str
-    block_tokens: int
-    block_bytes: int
+_SAFE = frozenset({WriteOutcome.WRITTEN, WriteOutcome.ALREADY_ON_DISK})
 
 
 class Owner:
@@ -87,20 +75,25 @@ class Owner:
         self._reports: queue.SimpleQueue[Report | None] = queue.SimpleQueue()
         self._partial: dict[JobId, list[Report]] = {}
         self._background: WriteTicket | None = None
+        self._policy_changes: deque[PolicyChange] = deque()
         self._stopping = threading.Event()
         self._threads: list[threading.Thread] = []
-        self._open_orders: dict[JobId, str] = {}
+        self._touched_at = float("-inf")
+        self._counted_lost: set[ConversationId] = set()
+        self._unsubscribe: Callable[[], None] = _nothing
 
     @property
     def admission(self) -> Admission:
         """The gate's thread; there once the mover is attached."""
-        assert self._admission is not None
+        if self._admission is None:
+            raise ParkadeError("the owner has not been started")
         return self._admission
 
     @property
     def mover(self) -> Mover:
         """The movers of all ranks."""
-        assert self._mover is not None
+        if self._mover is None:
+            raise ParkadeError("the owner has not been started")
         return self._mover
 
     # -- life ------------------------------------------------------------------------------------------------
@@ -110,13 +103,12 @@ class Owner:
         self._mover = mover
         if self.store is not None:
             self.disk = DiskTier(self.state, self.store, mover)
-        self._admission = Admission(
-            self.state, sampler=self.sampler, mover=mover, disk=self.disk, stop=self._stopping.is_set
-        )
+        self._admission = Admission(self.state, sampler=self.sampler, mover=mover, disk=self.disk)
+        self._unsubscribe = self.state.policy_box.subscribe(self._policy_changed)
         for name, body in (("reports", self._run_reports), ("gate", self._run_gate), ("tick", self._run_ticks)):
             self._spawn(name, body)
-        if self.store is not None:
-            self._spawn("recover", self._recover)
+        if self.disk is not None:
+            self._spawn("recall", Recall(self.state, self.disk, stop=self._stopping.is_set).run)
         else:
             self.state.recovering = False
 
@@ -129,7 +121,32 @@ class Owner:
         """Write out what is left within ``grace_s``, then stop the threads and close the store."""
         if self._stopping.is_set():
             return
+        self.abandon_turns()
         self.drain(grace_s=grace_s)
+        self.end_threads()
+        self.mover.close()
+        if self.store is not None:
+            self.store.close()
+        self.state.receipts.flush()
+        self.state.receipts.close()
+
+    def abandon_turns(self) -> None:
+        """The engine takes no further step: what its running requests have stored so far is all there will be."""
+        state = self.state
+        with state.lock:
+            for turn in list(state.turns.values()):
+                turn.stores_pending = 0
+                self.cache.close(turn, outcome="shutdown")
+
+    def leaving(self, grace_s: float) -> None:
+        """A mover is about to go, as when the engine ends without a drain: write out what only RAM has (trap 1)."""
+        if not self._stopping.is_set():
+            self.abandon_turns()
+            self.drain(grace_s=grace_s)
+
+    def end_threads(self) -> None:
+        """Stop working; nothing is written out."""
+        self._unsubscribe()
         self._stopping.set()
         with self.state.lock:
             self.state.wake.notify_all()
@@ -137,11 +154,6 @@ class Owner:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(timeout=5.0)
-        self.mover.close()
-        if self.store is not None:
-            self.store.close()
-        self.state.receipts.flush()
-        self.state.receipts.close()
 
     # -- reports of the movers ---------------------------------------------------------------------------------
 
@@ -150,13 +162,10 @@ class Owner:
         self._reports.put(report)
 
     def _run_reports(self) -> None:
-        while True:
-            report = self._reports.get()
-            if report is None:
-                return
+        while (report := self._reports.get()) is not None:
             try:
                 self._handle(report)
-            except Exception:
+            except Exception:  # noqa: BLE001 - the next report must still be heard
                 _log.exception("a mover's report could not be handled: %s", type(report).__name__)
 
     def _handle(self, report: Report) -> None:
@@ -168,45 +177,64 @@ class Owner:
         if len(parts) < self.state.geometry.ranks:
             return
         del self._partial[report.job]
-        if isinstance(report, ExtentsCommitted):
-            done = all(isinstance(p, ExtentsCommitted) and p.outcome is JobOutcome.DONE for p in parts)
-            self.admission.committed(report.job, done=done)
-        elif self.disk is not None:
-            self.disk.pack_written([part for part in parts if isinstance(part, PackWritten)])
+        commits = [part for part in parts if isinstance(part, ExtentsCommitted)]
+        packs = [part for part in parts if isinstance(part, PackWritten)]
+        if commits:
+            self.admission.committed(commits)
+        elif packs and self.disk is not None:
+            self.disk.pack_written(packs)
 
     # -- the gate's thread ---------------------------------------------------------------------------------------
 
     def _run_gate(self) -> None:
-        state = self.state
-        while not self._stopping.is_set():
-            with state.lock:
-                while not state.wishes and not self._stopping.is_set():
-                    state.wake.wait()
-                turn = state.wishes.popleft() if state.wishes else None
-            if turn is None:
-                continue
+        while (work := self._next_decision()) is not None:
             try:
-                self.admission.serve(turn)
-            except Exception:
-                _log.exception("the gate could not decide for request %s; its blocks go to disk", turn.request)
+                work()
+            except Exception:  # noqa: BLE001 - without RAM the blocks go to disk; the next decision must be made
+                _log.exception("the gate could not decide")
+
+    def _next_decision(self) -> Callable[[], None] | None:
+        """Wait for something to decide: requests that wait for RAM come first. None when the owner stops."""
+        state = self.state
+        with state.lock:
+            while not self._stopping.is_set():
+                if state.wishes:
+                    wish = state.wishes.popleft()
+                    return lambda: self.admission.serve(wish)
+                if self._policy_changes:
+                    change = self._policy_changes.popleft()
+                    return lambda: self.admission.policy_changed(change)
+                if state.captured:
+                    turn = state.captured.popleft()
+                    return lambda: self.admission.after_capture(turn)
+                state.wake.wait()
+        return None
+
+    def _policy_changed(self, change: PolicyChange) -> None:
+        with self.state.lock:
+            self._policy_changes.append(change)
+            self.state.wake.notify_all()
 
     # -- the ticking thread: streams, write-behind, empty extents ---------------------------------------------------
 
     def _run_ticks(self) -> None:
         state = self.state
+        failed = False
         while not self._stopping.is_set():
             with state.lock:
-                if not state.finished_streams and not self._streams_wanting():
+                if failed or not (state.finished_streams or self._streams_wanting()):
                     state.wake.wait(TICK_S)
+            failed = False
             try:
                 self.tick()
-            except Exception:
+            except Exception:  # noqa: BLE001 - what is due stays due: the next tick tries again
+                failed = True
                 _log.exception("the owner's tick failed; the next one tries again")
 
     def _streams_wanting(self) -> bool:
         return any(
-            turn.stream is not None and not turn.stream.failed and turn.stream.planned_bytes > turn.stream.reserved_bytes
-            for turn in self.state.turns.values()
+            stream is not None and not stream.failed and stream.planned_bytes > stream.reserved_bytes
+            for stream in (turn.stream for turn in self.state.turns.values())
         )
 
     def tick(self) -> None:
@@ -214,9 +242,13 @@ class Owner:
         if self.disk is not None:
             self.disk.open_streams()
             self._finish_streams(self.disk)
+            if self.disk.check_health():
+                Recall(self.state, self.disk, stop=self._stopping.is_set).run()
             self._write_behind(self.disk)
             self.disk.collect_dead()
+            self._touch(self.disk)
         with self.state.lock:
+            self.state.free_unheld_ram()
             idle = not self.state.turns and not self.state.wishes
         if idle:
             self.admission.release_empty(wait=False)
@@ -229,6 +261,12 @@ class Owner:
                 turn = self.state.finished_streams.popleft()
             disk.finish_stream(turn)
 
+    def _touch(self, disk: DiskTier) -> None:
+        now = self.state.clock.monotonic()
+        if now - self._touched_at >= TOUCH_INTERVAL_S:
+            self._touched_at = now
+            disk.touch()
+
     def _write_behind(self, disk: DiskTier) -> None:
         """W7, W8: one background write at a time, of the conversation that has been idle longest."""
         state = self.state
@@ -236,7 +274,7 @@ class Owner:
             return
         self._background = None
         spill = state.policy.spill
-        if spill is None or spill.mode.value != "WriteBehind" or state.draining:
+        if spill is None or spill.mode.value != "WriteBehind" or state.draining or not state.spill_healthy:
             return
         with state.lock:
             conversation = self._next_to_write(float(spill.write_behind_idle_seconds))
@@ -246,184 +284,52 @@ class Owner:
         if isinstance(ticket, WriteTicket):
             self._background = ticket
         elif ticket is not WriteOutcome.ALREADY_ON_DISK:
+            state.metrics.write_out.labels(outcome=ticket.value).inc()
             with state.lock:
                 conversation.retry_write_at = state.clock.monotonic() + 5.0
 
     def _next_to_write(self, idle_seconds: float) -> Conversation | None:
+        """Idle ones first; above the watermark one in use is better than none."""
         state = self.state
         now, monotonic = state.clock.wall(), state.clock.monotonic()
-        over = self._over_watermark()
-        for conversation in state.conversations:
-            if not conversation.dirty or conversation.writing or conversation.retry_write_at > monotonic:
-                continue
-            if conversation.busy:
-                continue
-            if over or now - conversation.last_used >= idle_seconds:
-                return conversation
-        return None
+        ready = [c for c in state.conversations.dirty if not c.writing and c.retry_write_at <= monotonic]
+        if self._over_watermark():
+            return next((c for c in ready if not c.busy), ready[0] if ready else None)
+        return next((c for c in ready if not c.busy and now - c.last_used >= idle_seconds), None)
 
     def _over_watermark(self) -> bool:
         state = self.state
         dirty = state.ledger.dirty_blocks * state.geometry.pod_slot_bytes
         return dirty > DIRTY_WATERMARK * state.policy.memory.parked.max
 
-    # -- recovery ----------------------------------------------------------------------------------------------------
+    # -- drain -----------------------------------------------------------------------------------------------------
 
-    def _recover(self) -> None:
-        """Bring back what an earlier life published, newest first, without delaying anybody (S2, S3)."""
-        disk = self.disk
-        assert disk is not None
-        state = self.state
-        started = state.clock.monotonic()
-        packs = blocks = 0
-        older_tips: dict[ConversationId, list[tuple[bytes, int]]] = {}
-        try:
-            for recovered in disk.recover():
-                if self._stopping.is_set():
-                    return
-                packs += 1
-                blocks += self._enter_pack(recovered, older_tips)
-        except (ParkadeError, OSError) as error:
-            _log.error("old packs could not all be brought back: %s", error)
-        with state.lock:
-            self._prune_tips()
-            self._adopt_orphans()
-            state.recovering = False
-            state.changed()
-        if self.disk is not None:
-            self.disk.collect_dead()
-        state.receipts.add(
-            kind=ReceiptKind.RECOVER,
-            outcome="recovered",
-            tier="disk",
-            blocks=blocks,
-            bytes=blocks * state.geometry.pod_slot_bytes,
-            duration_seconds=state.clock.monotonic() - started,
-            detail={"packs": packs, "conversations": len(state.conversations)},
-        )
-
-    def _enter_pack(self, recovered: RecoveredPack, seen: dict[ConversationId, list[tuple[bytes, int]]]) -> int:
-        state = self.state
-        ledger = state.ledger
-        info = recovered.info
-        owner = ConversationId(info.header.conversation)
-        entered = 0
-        with state.lock:
-            number = state.pack_number(info.header.pack_id, owner)
-        living = [(n, e) for n, e in enumerate(info.entries) if n not in recovered.dead]
-        duplicates: list[int] = []
-        for start in range(0, len(living), _RECOVER_SLICE):
-            with state.lock:
-                for entry_number, entry in living[start : start + _RECOVER_SLICE]:
-                    parent = NO_BLOCK
-                    if entry.parent != NO_KEY:
-                        parent = ledger.intern(entry.parent, parent=NO_BLOCK, end_token=max(0, entry.end_token - 1))
-                    row = ledger.intern(entry.key, parent=BlockIndex(parent), end_token=entry.end_token)
-                    if ledger.disk[row] == DiskState.ABSENT:
-                        ledger.disk_published(row, number, entry_number)
-                        state.packs[number].live += 1
-                        entered += 1
-                    else:
-                        duplicates.append(entry_number)
-        with state.lock:
-            self._enter_conversation(owner, info.tips, recovered.last_used, seen)
-            state.changed()
-        if duplicates and self.disk is not None:
-            self.disk.drop_entries(number, duplicates)
-        return entered
-
-    def _enter_conversation(
-        self,
-        owner: ConversationId,
-        tips: Sequence[tuple[bytes, int]],
-        created_at: float,
-        seen: dict[ConversationId, list[tuple[bytes, int]]],
-    ) -> None:
-        state = self.state
-        conversation = state.conversations.get(owner)
-        if conversation is None:
-            conversation = Conversation(id=owner, last_used=created_at)
-            state.conversations.insert_old(conversation)
-        known = seen.setdefault(owner, [])
-        for key, tokens in tips:
-            row = state.ledger.rows.get(key, -1)  # type: ignore[call-overload]
-            if row < 0 or (key, tokens) in known:
-                continue
-            known.append((key, tokens))
-            if any(row in tip.rows for tip in conversation.tips):
-                continue
-            state.add_tip(conversation, Tip(rows=(row,), tokens=tokens, last_used=created_at))
-
-    def _prune_tips(self) -> None:
-        """Tips of older packs that a newer tip of the same conversation extends are no tips any more."""
-        state = self.state
-        for conversation in state.conversations:
-            by_depth = sorted(conversation.tips, key=lambda tip: -tip.tokens)
-            kept: list[Tip] = []
-            for tip in by_depth:
-                if any(self._covers(other, tip) for other in kept):
-                    state.remove_tip(conversation, tip)
-                else:
-                    kept.append(tip)
-
-    def _adopt_orphans(self) -> None:
-        """Published blocks that no recorded tip reaches belong to the conversation that wrote them."""
-        state = self.state
-        ledger = state.ledger
-        orphans = [
-            row
-            for row in ledger.rows.values()
-            if ledger.disk[row] == DiskState.PUBLISHED and not ledger.disk_hold[row]
-        ]
-        for row in sorted(orphans, key=lambda row: -ledger.end_token[row]):
-            if ledger.disk_hold[row]:
-                continue
-            owner = state.packs[ledger.pack[row]].conversation
-            conversation = state.conversations.open(owner, now=0.0)
-            state.add_tip(conversation, Tip(rows=(row,), tokens=ledger.end_token[row], last_used=0.0))
-
-    def _covers(self, longer: Tip, shorter: Tip) -> bool:
-        ledger = self.state.ledger
-        return any(ledger.descends(a, b) for a in longer.rows for b in shorter.rows)
-
-    # -- drain -----------------------------------------------------------------------------------------------------------
-
-    def drain(self, *, grace_s: float, newest_first: bool = True) -> dict[str, Any]:
+    def drain(self, *, grace_s: float) -> dict[str, Any]:
         """S1: let running turns end, then write out everything, newest first; returns what was done."""
         state = self.state
         started = state.clock.monotonic()
         deadline = started + grace_s
         with state.lock:
             state.draining = True
-        self._await_turns(deadline)
-        counts: dict[str, int] = {}
+        self._await_turns(started + _TURNS_SHARE * grace_s)
         if self.disk is not None:
-            self._settle_streams(deadline)
-            with state.lock:
-                waiting = deque(c for c in state.conversations if c.dirty or c.writing)
-            while waiting:
-                conversation = waiting.pop() if newest_first else waiting.popleft()
-                outcome = self.disk.write_out(conversation, deadline=deadline)
-                counts[outcome.value] = counts.get(outcome.value, 0) + 1
-                _log.info("drain: %s %s, %d conversations left", conversation.id, outcome.value, len(waiting))
+            self._settle_streams(self.disk, deadline)
+        outcomes, dropped = self._write_everything(deadline)
+        if self.disk is not None:
+            self.disk.touch()
         seconds = state.clock.monotonic() - started
-        dropped = sum(
-            count
-            for outcome, count in counts.items()
-            if outcome not in (WriteOutcome.WRITTEN.value, WriteOutcome.ALREADY_ON_DISK.value)
-        )
         state.metrics.drain_seconds.observe(seconds)
         state.receipts.add(
             kind=ReceiptKind.DRAIN,
-            outcome="done" if not dropped else "incomplete",
+            outcome="incomplete" if dropped else "done",
             duration_seconds=seconds,
-            written_out=counts.get(WriteOutcome.WRITTEN.value, 0),
-            already_on_disk=counts.get(WriteOutcome.ALREADY_ON_DISK.value, 0),
+            written_out=outcomes.get(WriteOutcome.WRITTEN.value, 0),
+            already_on_disk=outcomes.get(WriteOutcome.ALREADY_ON_DISK.value, 0),
             dropped=dropped,
-            detail={"outcomes": counts},
+            detail={"outcomes": outcomes},
         )
         state.receipts.flush()
-        return {"seconds": seconds, "outcomes": counts, "dropped": dropped}
+        return {"seconds": seconds, "outcomes": outcomes, "dropped": dropped}
 
     def _await_turns(self, deadline: float) -> None:
         state = self.state
@@ -431,29 +337,55 @@ class Owner:
             while state.turns and state.clock.monotonic() < deadline:
                 state.wake.wait(0.1)
 
-    def _settle_streams(self, deadline: float) -> None:
-        assert self.disk is not None
-        self._finish_streams(self.disk)
+    def _settle_streams(self, disk: DiskTier, deadline: float) -> None:
+        self._finish_streams(disk)
         state = self.state
-        while state.clock.monotonic() < deadline:
-            with state.lock:
-                if not any(conversation.writing for conversation in state.conversations):
-                    return
-                state.wake.wait(0.02)
+        with state.lock:
+            while disk.backlog_bytes and state.clock.monotonic() < deadline:
+                state.wake.wait(0.05)
 
-    # -- handlers for whoever asks ---------------------------------------------------------------------------------------
+    def _write_everything(self, deadline: float) -> tuple[dict[str, int], int]:
+        """Outcomes by name, and how many conversations lose blocks when the pod ends now."""
+        state = self.state
+        with state.lock:
+            # Also those that count as written: another conversation's failed write may have left them with a gap.
+            waiting = [c for c in state.conversations if c.in_ram or c.dirty or c.writing]
+        outcomes: dict[str, int] = {}
+        dropped = 0
+        for left, conversation in zip(range(len(waiting) - 1, -1, -1), reversed(waiting), strict=True):
+            outcome = WriteOutcome.TIER_OFF
+            if self.disk is not None and state.spill_healthy:
+                outcome = self.disk.write_out(conversation, deadline=deadline)
+            outcomes[outcome.value] = outcomes.get(outcome.value, 0) + 1
+            dropped += self._count_lost(conversation, outcome)
+            if outcome is not WriteOutcome.ALREADY_ON_DISK:
+                _log.info("drain: %s %s, %d conversations left", conversation.id, outcome.value, left)
+        return outcomes, dropped
+
+    def _count_lost(self, conversation: Conversation, outcome: WriteOutcome) -> bool:
+        """Whether blocks of the conversation are nowhere but in RAM, and end with the pod; said once."""
+        state = self.state
+        with state.lock:
+            lost = state.unpublished_blocks(conversation)
+        if not lost:
+            return False
+        if conversation.id not in self._counted_lost:
+            self._counted_lost.add(conversation.id)
+            reason = "in_use" if outcome in _SAFE else outcome.value
+            state.add_drop_receipt(conversation.id, reason, lost, tier="ram")
+        return True
+
+    # -- handlers for whoever asks --------------------------------------------------------------------------------
 
     def handlers(self) -> Mapping[str, Callable[[dict[str, Any]], object]]:
         """What the owner's socket answers."""
         return {
             "summary": lambda _: self.summary(),
-            "conversations": lambda p: self.list_conversations(
-                limit=int(p.get("limit") or 100), after=p.get("after")
-            ),
+            "conversations": lambda p: self.list_conversations(limit=int(p.get("limit") or 100), after=p.get("after")),
             "conversation": lambda p: self.describe(ConversationId(str(p["id"]))),
             "forget": lambda p: self.forget(ConversationId(str(p["id"]))),
             "pin": lambda p: self.pin(ConversationId(str(p["id"])), pinned=bool(p.get("pinned", True))),
-            "receipts": lambda p: self.list_receipts(p),
+            "receipts": self.list_receipts,
             "policy": lambda _: self.state.policy.to_json(),
             "ready": lambda _: {"ready": self.ready, "draining": self.state.draining},
             "live": lambda _: {"live": True},
@@ -484,53 +416,11 @@ class Owner:
 
     def list_conversations(self, *, limit: int, after: str | None) -> dict[str, Any]:
         """A page of conversations, most recently used first."""
-        with self.state.lock:
-            everything = list(self.state.conversations)[::-1]
-        start = 0
-        if after is not None:
-            start = next((n + 1 for n, c in enumerate(everything) if c.id == after), len(everything))
-        page = everything[start : start + limit]
-        more = start + limit < len(everything)
-        return {
-            "conversations": [self._entry(conversation) for conversation in page],
-            "next": page[-1].id if more and page else None,
-            "total": len(everything),
-        }
+        return list_conversations(self.state, limit=limit, after=after)
 
     def describe(self, conversation: ConversationId) -> dict[str, Any] | None:
         """One conversation, or None."""
-        with self.state.lock:
-            found = self.state.conversations.get(conversation)
-        return None if found is None else self._entry(found)
-
-    def _entry(self, conversation: Conversation) -> dict[str, Any]:
-        state = self.state
-        ledger = state.ledger
-        ram = disk = dirty = 0
-        seen: set[int] = set()
-        with state.lock:
-            for top in conversation.rows():
-                for row in ledger.ancestors(top):
-                    if row in seen:
-                        break
-                    seen.add(row)
-                    ram += ledger.ram[row] != 0
-                    disk += ledger.disk[row] == DiskState.PUBLISHED
-                    dirty += ledger.ram[row] == 2 and ledger.disk[row] != DiskState.PUBLISHED
-        size = state.geometry.pod_slot_bytes
-        return {
-            "id": conversation.id,
-            "tokens": conversation.tokens,
-            "turns": conversation.turns,
-            "idle_seconds": max(0.0, state.clock.wall() - conversation.last_used),
-            "pinned": conversation.pinned,
-            "in_flight": conversation.in_flight,
-            "ram_blocks": ram,
-            "disk_blocks": disk,
-            "ram_bytes": ram * size,
-            "disk_bytes": disk * size,
-            "dirty_bytes": dirty * size,
-        }
+        return find(self.state, conversation)
 
     def pin(self, conversation: ConversationId, *, pinned: bool) -> dict[str, Any] | None:
         """Keep the conversation from being let go, or stop doing so."""
@@ -539,19 +429,20 @@ class Owner:
             if found is None:
                 return None
             found.pinned = pinned
-        return self._entry(found)
+        return describe(self.state, found)
 
     def forget(self, conversation: ConversationId) -> dict[str, Any] | None:
-        """Delete the conversation from every tier; queued and running writes of it are never published."""
+        """Delete the conversation from every tier; queued and running writes of it are never published (case 69)."""
         state = self.state
         with state.lock:
             found = state.conversations.get(conversation)
-        if found is None:
-            return None
-        if self.disk is not None:
-            self.disk.forget_writes(found)
-        with state.lock:
+            if found is None:
+                return None
             found.forgotten = True
+            turns = [turn for turn in state.turns.values() if turn.conversation is found]
+        if self.disk is not None:
+            self.disk.forget(found, turns)
+        with state.lock:
             state.drop_conversation(found)
             freed = state.free_unheld_ram()
             state.slots.abandon(conversation)
@@ -567,99 +458,18 @@ class Owner:
         )
         return {"id": conversation, "forgotten": True}
 
+    def reset(self) -> None:
+        """New weights: nothing cached before may ever be served again, on no tier and after no restart (trap 14)."""
+        for conversation in list(self.state.conversations):
+            self.forget(conversation.id)
+        if self.disk is not None:
+            self.disk.new_generation()
+
     def summary(self) -> dict[str, Any]:
         """The pod's cache in numbers: what the operator, ``parkade top`` and the demo read."""
-        state = self.state
-        reading = self.sampler.sample()
-        slot = state.geometry.pod_slot_bytes
-        with state.lock:
-            in_ram = state.parked_conversations()
-            on_disk = sum(1 for c in state.conversations if c.on_disk and c.tips) if state.spill_on else 0
-            ledger = state.ledger
-            summary: dict[str, Any] = {
-                "version": __version__,
-                "identity": {
-                    "model": self.identity.model,
-                    "fingerprint": self.identity.fingerprint,
-                    "block_tokens": self.identity.block_tokens,
-                    "block_bytes": self.identity.block_bytes,
-                },
-                "memory": {
-                    "limit_bytes": reading.limit_bytes,
-                    "floor_bytes": state.policy.memory.floor,
-                    "available_bytes": reading.available_bytes,
-                    "source": None if reading.source is None else reading.source.value,
-                    "current_bytes": reading.current_bytes,
-                    "credit_bytes": reading.credit_bytes,
-                    "parked_bytes": ledger.ram_blocks * slot,
-                    "parked_held_bytes": state.slots.held_bytes(),
-                    "parked_max_bytes": state.policy.memory.parked.max,
-                    "parked_peak_bytes": state.totals.parked_peak_bytes,
-                    "reserved_bytes": state.slots.reserved_bytes(),
-                },
-                "ram": {
-                    "conversations": in_ram,
-                    "blocks": ledger.ram_blocks,
-                    "bytes": ledger.ram_blocks * slot,
-                    "extents": state.slots.held_extents,
-                },
-                "dirty_bytes": ledger.dirty_blocks * slot,
-                "turns": dict(state.totals.turns),
-                "turns_in_flight": len(state.turns),
-                "dropped_conversations_total": state.totals.dropped_conversations,
-                "not_captured_blocks_total": state.totals.not_captured_blocks,
-                "draining": state.draining,
-                "recovering": state.recovering,
-                "ready": self.ready,
-                "uptime_seconds": state.clock.wall() - state.started_at,
-            }
-            disk = {"conversations": on_disk, "blocks": ledger.disk_blocks}
-        summary["disk"] = self._disk_summary(disk)
-        summary["hooks"] = self.hooks.summary()
-        summary["conditions"] = self._conditions(summary)
-        return summary
+        summary = summarise(self.state, self.disk, self.identity, self.sampler.sample())
+        return summary | {"ready": self.ready, "hooks": self.hooks.summary()}
 
-    def _disk_summary(self, counts: dict[str, int]) -> dict[str, Any]:
-        state = self.state
-        disk = self.disk
-        if disk is None:
-            return {"enabled": False, "conversations": 0, "blocks": 0, "bytes": 0, "written_bytes_total": 0,
-                    "read_bytes_total": 0, "errors_total": 0}
-        usage = disk.usage()
-        return {
-            "enabled": True,
-            **counts,
-            "bytes": usage.used_bytes,
-            "capacity_bytes": usage.capacity_bytes,
-            "free_bytes": usage.free_bytes,
-            "budget_remaining_bytes": usage.budget_remaining_bytes,
-            "backlog_bytes": 0 if self._background is None else self._background.nbytes,
-            "written_bytes_total": state.totals.written_bytes,
-            "read_bytes_total": state.totals.read_bytes,
-            "errors_total": state.totals.disk_errors,
-            "quarantined": usage.quarantined,
-        }
 
-    def _conditions(self, summary: Mapping[str, Any]) -> list[dict[str, str]]:
-        memory = summary["memory"]
-        known = memory["available_bytes"] is not None
-        healthy = known and memory["available_bytes"] >= memory["floor_bytes"]
-        conditions = [
-            {
-                "type": "MemoryHealthy",
-                "status": "True" if healthy else "False" if known else "Unknown",
-                "reason": "AboveFloor" if healthy else "BelowFloor" if known else "ReadingUnknown",
-                "message": "",
-            }
-        ]
-        if self.state.spill_on:
-            ok = self.state.spill_healthy
-            conditions.append(
-                {
-                    "type": "SpillHealthy",
-                    "status": "True" if ok else "False",
-                    "reason": "Writable" if ok else "Degraded",
-                    "message": self.state.spill_reason,
-                }
-            )
-        return conditions
+def _nothing() -> None:
+    return None

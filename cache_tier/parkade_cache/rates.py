@@ -44,6 +44,11 @@ class Rates:
         """No speed known yet."""
         return cls(Rate(), Rate())
 
+    @property
+    def measured(self) -> bool:
+        """Whether both speeds are known, so that a prediction can be made at all."""
+        return bool(self.disk_read_bytes.per_second and self.prompt_tokens.per_second)
+
     def restore_is_slower(self, *, disk_bytes: int, tokens: int) -> bool:
         """Whether reading ``disk_bytes`` is predicted clearly slower than re-reading ``tokens`` (R3)."""
         restore = self.disk_read_bytes.seconds_for(disk_bytes)

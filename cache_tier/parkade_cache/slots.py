@@ -130,6 +130,23 @@ class SlotMap:
         self._next += 1
         return self._next - 1
 
+    def take_many(self, owner: ConversationId, most: int) -> list[int]:
+        """Up to ``most`` free slots of ``owner``'s extents."""
+        taken: list[int] = []
+        opened = self._open.get(owner)
+        while opened and len(taken) < most:
+            extent = self._extents[opened[-1]]
+            count = min(most - len(taken), len(extent.free))
+            taken += extent.free[: -count - 1 : -1]
+            del extent.free[-count:]
+            extent.used += count
+            self.used_slots += count
+            if not extent.free:
+                opened.pop()
+                if not opened:
+                    del self._open[owner]
+        return taken
+
     def committed(self, numbers: Iterable[int]) -> None:
         """The arenas of all ranks have committed these extents."""
         for number in numbers:
@@ -139,19 +156,8 @@ class SlotMap:
 
     def take(self, owner: ConversationId) -> int:
         """A free slot in one of ``owner``'s extents, or -1."""
-        opened = self._open.get(owner)
-        if not opened:
-            return -1
-        number = opened[-1]
-        extent = self._extents[number]
-        slot = extent.free.pop()
-        extent.used += 1
-        self.used_slots += 1
-        if not extent.free:
-            opened.pop()
-            if not opened:
-                del self._open[owner]
-        return slot
+        taken = self.take_many(owner, 1)
+        return taken[0] if taken else -1
 
     def uncommitted(self, numbers: Iterable[int]) -> tuple[int, ...]:
         """The arenas could not commit these: those no block was promised to leave the map, to be released.

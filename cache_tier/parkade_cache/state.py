@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from parkade_cache.conversations import Conversation, Conversations, Tip
 from parkade_cache.errors import ParkadeError
 from parkade_cache.ids import BlockKey, ConversationId, PackId, RequestId
-from parkade_cache.ledger import Ledger
+from parkade_cache.ledger import DiskState, Ledger
 from parkade_cache.metrics import CacheMetrics
 from parkade_cache.mover import JobId
 from parkade_cache.policy import Policy, PolicyBox
 from parkade_cache.rates import Rates
-from parkade_cache.receipts import ReceiptLog
+from parkade_cache.receipts import ReceiptKind, ReceiptLog
 from parkade_cache.slots import Geometry, SlotMap
 from parkade_cache.turns import Turn
 
@@ -40,6 +40,8 @@ class PackState:
     """Entries that no row points at any more and that the store still has to drop."""
     bad: bool = False
     """Damaged, and not yet set aside."""
+    poisoned: int = 0
+    """Blocks that were published in it when it was found damaged."""
 
     @property
     def in_use(self) -> bool:
@@ -117,6 +119,7 @@ class CacheState:
         self._jobs = itertools.count(1)
         self.wishes: deque[Turn] = deque()
         self.finished_streams: deque[Turn] = deque()
+        self.captured: deque[Turn] = deque()
         self.new_pack_id: Callable[[], PackId] = _no_pack_id
         self.wake = threading.Condition(self.lock)
 
@@ -220,24 +223,26 @@ class CacheState:
         self.ledger.postpone_unheld(ram=postponed)
         return freed
 
-    def take_unheld_disk(self) -> dict[int, list[int]]:
-        """Entries nobody keeps on disk, by pack number; they are out of the ledger already."""
+    def take_unheld_disk(self, *, most: int) -> dict[int, list[int]]:
+        """Up to ``most`` entries nobody keeps on disk, by pack number; they are out of the ledger already."""
         dead: dict[int, list[int]] = {}
         if self.recovering:
             # A block whose conversation is still to be found again must not go because nobody holds it yet (S2).
             return dead
+        ledger = self.ledger
         postponed: list[int] = []
-        for row in self.ledger.take_unheld_disk():
-            if self.ledger.pins[row] or self.ledger.disk[row] == 1:
+        unheld = ledger.take_unheld_disk()
+        for row in unheld[:most]:
+            if ledger.pins[row] or ledger.disk[row] == DiskState.WRITING:
                 postponed.append(row)
                 continue
-            number, entry = self.ledger.pack[row], self.ledger.entry[row]
-            self.ledger.disk_gone(row)
-            self.ledger.forget_if_dead(row)
+            number, entry = ledger.pack[row], ledger.entry[row]
+            ledger.disk_gone(row)
+            ledger.forget_if_dead(row)
             self.packs[number].live -= 1
             self.packs[number].dropping += 1
             dead.setdefault(number, []).append(entry)
-        self.ledger.postpone_unheld(disk=postponed)
+        ledger.postpone_unheld(disk=[*unheld[most:], *postponed])
         return dead
 
     def drop_conversation(self, conversation: Conversation) -> None:
@@ -246,6 +251,36 @@ class CacheState:
             self.remove_tip(conversation, tip)
         self.leave_ram(conversation)
         self.conversations.remove(conversation)
+
+    def keeps_on_disk(self, row: int) -> bool:
+        """Whether a written conversation keeps this block: of recurrent state only the deepest and the root (D7)."""
+        group = self.group_of(self.ledger.key[row]) if self.recurrent_groups else -1
+        return group not in self.recurrent_groups or self.ledger.is_checkpoint(row)
+
+    def unpublished_blocks(self, conversation: Conversation) -> int:
+        """Blocks of the conversation that RAM has, or is about to have, and that disk has not published."""
+        ledger = self.ledger
+        rows = {row for top in conversation.rows() for row in ledger.ancestors(top)}
+        return sum(
+            1
+            for row in rows
+            if ledger.ram[row] and ledger.disk[row] != DiskState.PUBLISHED and self.keeps_on_disk(row)
+        )
+
+    def add_drop_receipt(self, conversation: ConversationId, reason: str, blocks: int, *, tier: str) -> None:
+        """A conversation has lost blocks: count it, and say so (section 7)."""
+        self.totals.dropped_conversations += 1
+        self.metrics.dropped_conversations.labels(reason=reason).inc()
+        self.receipts.add(
+            kind=ReceiptKind.DROP,
+            outcome="dropped",
+            reason=reason,
+            conversation=conversation,
+            tier=tier,
+            blocks=blocks,
+            bytes=blocks * self.geometry.pod_slot_bytes,
+            dropped=1,
+        )
 
     def parked_conversations(self) -> int:
         """Conversations that RAM is kept for."""

@@ -7,23 +7,25 @@ plain data; what comes back is plain data too.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from parkade_cache.device import DeviceBlock
 from parkade_cache.ids import PackId
 from parkade_cache.mover import BlockMeta, JobId
 
 
-@dataclass(frozen=True, slots=True)
-class StoreTarget:
-    """Where a block the engine has computed goes: a slot in RAM, or (``slot`` < 0) the stream of a pack."""
+class StoreTarget(NamedTuple):
+    """Where a block the engine has computed goes: a slot in RAM, or (``slot`` < 0) the stream of a pack.
+
+    A tuple, like ``LoadSource``: one is made for every block inside a step, in a third of a dataclass's time.
+    """
 
     slot: int
     pack: PackId | None = None
     meta: BlockMeta | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class LoadSource:
+class LoadSource(NamedTuple):
     """Where a block the engine wants comes from.
 
     In RAM: ``slot`` >= 0. On disk: ``pack`` and ``entry``, and ``park_slot`` >= 0 when the block is to be

@@ -27,6 +27,7 @@ class StreamPack:
     opened: bool = False
     failed: bool = False
     reason: str = ""
+    ended: bool = False
     rows: list[int] = field(default_factory=list)
     """Ledger rows announced for it; some may have ended otherwise since."""
 
@@ -37,7 +38,7 @@ class Turn:
 
     request: RequestId
     conversation: Conversation
-    keys: ChainKeys
+    chains: ChainKeys
     block_tokens: int
     prompt_tokens: int
     started: float
@@ -65,7 +66,9 @@ class Turn:
     captures: dict[BlockKey, int] = field(default_factory=dict)
     """Blocks being stored: the slot each goes to, or -1 for the stream."""
     load_rows: dict[int, int] = field(default_factory=dict)
-    """Blocks being loaded: the slot each is parked in on its way from disk, or -1."""
+    """Blocks being loaded, by ledger row: the slot each is parked in on its way from disk; negative where none is."""
+    parked: int = 0
+    """Blocks the turn has put into RAM."""
     load_started: float = 0.0
     restore_seconds: float = 0.0
     prompt_read_seconds: float | None = None

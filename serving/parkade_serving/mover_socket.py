@@ -13,7 +13,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from parkade_cache.errors import FormatError, SettingsError
@@ -22,11 +22,13 @@ from parkade_cache.local_mover import LocalMover
 from parkade_cache.mover import JobId, Mover, PackOrder, Report, ReportSink, SlotBlock
 from parkade_serving.mover_wire import (
     Hello,
+    Leaving,
     Order,
     decode_hello,
     decode_order,
     decode_report,
     encode_hello,
+    encode_leaving,
     encode_order,
     encode_report,
     receive_frame,
@@ -42,8 +44,18 @@ CONNECT_TIMEOUT_S = 600.0
 class MoverHub(Mover):
     """The owner's end: broadcasts orders to all ranks, hands their reports to ``sink``."""
 
-    def __init__(self, path: Path, *, ranks: int, slot_bytes: int, sink: ReportSink) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        ranks: int,
+        slot_bytes: int,
+        sink: ReportSink,
+        leaving: Callable[[float], None] = lambda _: None,
+    ) -> None:
         self._path = path
+        self._leaving = leaving
+        self._left = threading.Event()
         self._ranks = ranks
         self._slot_bytes = slot_bytes
         self._sink = sink
@@ -76,15 +88,33 @@ class MoverHub(Mover):
             return
         while (frame := receive_frame(connection)) is not None:
             try:
-                self._sink(decode_report(frame))
+                report = decode_report(frame)
+                if isinstance(report, Leaving):
+                    self._say_goodbye(report)
+                else:
+                    self._sink(report)
             except FormatError:
                 _log.exception("rank %d sent something that is no report", hello.rank)
         with self._lock:
             if self._peers.get(hello.rank) is connection:
                 del self._peers[hello.rank]
             closed = self._closed
-        if not closed:
+        if not closed and not self._left.is_set():
             _log.error("the mover of rank %d is gone; its blocks can no longer be moved", hello.rank)
+
+    def _say_goodbye(self, leaving: Leaving) -> None:
+        """Let the owner use the time that is left, once for all ranks, then let the movers go."""
+        if self._left.is_set():
+            return
+        self._left.set()
+
+        def drain() -> None:
+            try:
+                self._leaving(leaving.grace_s)
+            finally:
+                self._send(Order("goodbye"))
+
+        threading.Thread(target=drain, name="parkade-last-drain", daemon=True).start()
 
     def _welcome(self, connection: socket.socket) -> Hello | None:
         frame = receive_frame(connection)
@@ -189,6 +219,7 @@ class MoverPeer:
         self._connection: socket.socket | None = None
         self._mover: LocalMover | None = None
         self._closed = False
+        self._goodbye = threading.Event()
 
     def report(self, report: Report) -> None:
         """Send a report to the owner; a report nobody can hear any more is not an error."""
@@ -236,6 +267,8 @@ class MoverPeer:
         mover = self._mover
         assert mover is not None
         match order.call:
+            case "goodbye":
+                self._goodbye.set()
             case "attach":
                 mover.attach(order.folder, order.identity, direct=order.direct)
             case "commit":
@@ -265,6 +298,20 @@ class MoverPeer:
                 mover.finish_stream(order.job_id, order.order)
             case _:
                 raise SettingsError(f"an unknown order: {order.call}")
+
+    def leave(self, grace_s: float) -> None:
+        """Tell the owner that this process ends, and give it up to ``grace_s`` to write out what only RAM has.
+
+        After a drain there is nothing left to write and the answer comes at once (trap 1).
+        """
+        with self._lock:
+            if self._connection is None:
+                return
+            try:
+                send_frame(self._connection, encode_leaving(Leaving(grace_s)))
+            except OSError:
+                return
+        self._goodbye.wait(grace_s)
 
     def close(self) -> None:
         """Stop serving; the mover itself is closed by its owner."""

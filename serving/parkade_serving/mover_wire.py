@@ -30,11 +30,6 @@ _LENGTH = struct.Struct("<I")
 MAX_FRAME_BYTES = 256 << 20
 """Larger frames are nobody's: a million-block order is about 150 MB."""
 
-_REPORTS: dict[str, type] = {
-    cls.__name__: cls for cls in (ExtentsCommitted, ExtentsReleased, HeapReleased, PackWritten)
-}
-
-
 class Order(msgspec.Struct, frozen=True, omit_defaults=True):
     """One call of the ``Mover`` interface."""
 
@@ -70,9 +65,20 @@ class Hello(msgspec.Struct, frozen=True):
     pid: int
 
 
+class Leaving(msgspec.Struct, frozen=True):
+    """A mover's last frame: its process ends in ``grace_s`` seconds, whatever has been written until then."""
+
+    grace_s: float
+
+
 _order_encoder = msgspec.msgpack.Encoder()
 _order_decoder = msgspec.msgpack.Decoder(Order)
 _hello_decoder = msgspec.msgpack.Decoder(Hello)
+
+
+_REPORTS: dict[str, type] = {
+    cls.__name__: cls for cls in (ExtentsCommitted, ExtentsReleased, HeapReleased, PackWritten, Leaving)
+}
 
 
 def encode_order(order: Order) -> bytes:
@@ -95,16 +101,21 @@ def decode_hello(payload: bytes) -> Hello:
     return _decoded(_hello_decoder, payload)
 
 
+def encode_leaving(leaving: Leaving) -> bytes:
+    """The leaving's frame, without its length."""
+    return _order_encoder.encode((Leaving.__name__, leaving))
+
+
 def encode_report(report: Report) -> bytes:
     """The report's frame, without its length."""
     return _order_encoder.encode((type(report).__name__, report))
 
 
-def decode_report(payload: bytes) -> Report:
-    """Inverse of ``encode_report``; ``FormatError`` for anything else."""
+def decode_report(payload: bytes) -> Report | Leaving:
+    """Inverse of ``encode_report`` and ``encode_leaving``; ``FormatError`` for anything else."""
     try:
         name, body = msgspec.msgpack.decode(payload)
-        found: Report = msgspec.convert(body, _REPORTS[name])
+        found: Report | Leaving = msgspec.convert(body, _REPORTS[name])
     except (msgspec.MsgspecError, KeyError, TypeError, ValueError) as error:
         raise FormatError(f"not a mover's report: {error}") from error
     return found

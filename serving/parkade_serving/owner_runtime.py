@@ -225,6 +225,7 @@ def start_owner(settings: PodSettings) -> OwnerRuntime:
         ranks=settings.geometry.ranks,
         slot_bytes=settings.geometry.slot_bytes,
         sink=owner.report,
+        leaving=owner.leaving,
     )
     owner.start(hub)
     server = OwnerServer(settings.socket_dir / OWNER_SOCKET, owner.handlers()).start()

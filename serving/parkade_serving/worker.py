@@ -6,6 +6,8 @@ for it (trap 3).
 
 from __future__ import annotations
 
+import os
+
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadingWorker, TransferResult
 
 from parkade_cache.device import DeviceBlock
@@ -80,9 +82,15 @@ class ParkadeWorker(OffloadingWorker):
         self.mover.cancel_transfers([JobId(job_id) for job_id in job_ids])
 
     def shutdown(self) -> None:
-        """Stop the mover; what was ordered before is completed."""
+        """Let the owner write out what only RAM has, within the time the engine gives its workers; then stop."""
+        self._peer.leave(leave_seconds())
         self.mover.close()
         self._peer.close()
+
+
+def leave_seconds() -> float:
+    """What vLLM gives a worker to end, less a second to do so; five seconds unless it is told otherwise."""
+    return max(1.0, float(os.environ.get("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS") or 5) - 1.0)
 
 
 def _blocks(spec: GPULoadStoreSpec) -> tuple[DeviceBlock, ...]:

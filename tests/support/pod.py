@@ -6,19 +6,25 @@ same interfaces, so that tests can drive conversations in milliseconds.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import itertools
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 
 from parkade_cache.arena import Arena
 from parkade_cache.cache import Found, OfferedBlock
+from parkade_cache.conversations import Conversation
 from parkade_cache.device import DeviceBlock, HostDevice
 from parkade_cache.ids import NO_KEY, BlockKey, ConversationId, RequestId
+from parkade_cache.ledger import DiskState, Ledger, RamState
 from parkade_cache.local_mover import LocalMover
 from parkade_cache.memory.reading import MemorySampler, Reading, ReadingSource
 from parkade_cache.metrics import CacheMetrics
@@ -27,9 +33,11 @@ from parkade_cache.owner import IdentityFacts, Owner
 from parkade_cache.policy import PolicyBox, parse_policy
 from parkade_cache.receipts import Receipt, ReceiptKind, ReceiptLog
 from parkade_cache.slots import Geometry
-from parkade_cache.spill import PACK_VERSION, FileSystem, Identity, SpillConfig, SpillStore
+from parkade_cache.spill import PACK_VERSION, Identity, SpillConfig, SpillStore
+from parkade_cache.spill.testing import FaultyFileSystem
 from parkade_cache.state import CacheState
 from parkade_cache.transfers import LoadJob, StoreJob, TransferDone
+from parkade_cache.turns import Turn
 
 BLOCK_TOKENS = 4
 BLOCK_BYTES = 12_288
@@ -58,6 +66,27 @@ class SettableSampler(MemorySampler):
         )
 
 
+class MortalFileSystem(FaultyFileSystem):
+    """The real file system until ``dead`` or ``broken`` is set: then nothing is done any more, and callers are told.
+
+    ``hold`` makes reads wait; ``fail`` names operations that fail with that error.
+    """
+
+    def __init__(self) -> None:
+        self.dead = False
+        self.fail: dict[str, OSError] = {}
+        self.held = threading.Event()
+        self.held.set()
+        super().__init__(rule=self._error)
+
+    def _error(self, name: str, _number: int) -> OSError | None:
+        if self.dead and name not in {"close", "connect"}:
+            return OSError(errno.EIO, "the process is dead")
+        if name == "preadv":
+            self.held.wait(20)
+        return self.fail.get(name)
+
+
 @dataclass
 class Pod:
     """One life of a pod over a folder that may outlive it."""
@@ -71,9 +100,11 @@ class Pod:
     parked: dict[str, object] = field(default_factory=dict)
     available_bytes: int | None = 64 << 30
     device_blocks: int = 4096
-    fs: FileSystem | None = None
+    fs: MortalFileSystem = field(default_factory=MortalFileSystem)
     model: str = "test"
-    start: bool = True
+    groups: int = 1
+    recurrent_groups: frozenset[int] = frozenset()
+    read_deadline_s: float = 10.0
 
     def __post_init__(self) -> None:
         document: dict[str, object] = {
@@ -89,7 +120,9 @@ class Pod:
             }
         self.policy = PolicyBox(parse_policy(document))
         self.geometry = Geometry.plan(block_bytes=BLOCK_BYTES, parked_max_bytes=self.parked_max)
-        self.device = HostDevice([np.zeros((self.device_blocks, BLOCK_BYTES), dtype=np.uint8)])
+        self.device = HostDevice(
+            [np.zeros((self.device_blocks, BLOCK_BYTES), dtype=np.uint8) for _ in range(self.groups)]
+        )
         self.receipts = ReceiptLog(folder=None)
         self.store = self._open_store()
         self.state = CacheState(
@@ -99,6 +132,7 @@ class Pod:
             metrics=CacheMetrics(),
             spill_on=self.store is not None,
         )
+        self.state.recurrent_groups = self.recurrent_groups
         self.sampler = SettableSampler(self.available_bytes)
         self.owner = Owner(
             self.state,
@@ -121,6 +155,7 @@ class Pod:
         self._requests = itertools.count(1)
         self._jobs = itertools.count(1)
         self._next_block = 0
+        self.ended = False
         self.owner.start(self.mover)
         self.settle_recovery()
 
@@ -164,7 +199,7 @@ class Pod:
                 prompt_tokens=len(tokens),
                 block_tokens=BLOCK_TOKENS,
             )
-        return Running(self, turn, list(tokens), chain)
+        return Running(self, turn, list(tokens), chain, salt)
 
     def turn(
         self, conversation: str | None, tokens: Sequence[int], *, salt: str = "", reply: Sequence[int] = ()
@@ -176,6 +211,36 @@ class Pod:
         running.compute()
         running.reply(reply)
         return running.finish()
+
+    def idle(self, conversation: str, seconds: float) -> None:
+        """Make the conversation look unused for this long."""
+        with self.state.lock:
+            found = self.state.conversations.get(ConversationId(conversation))
+            assert found is not None
+            found.last_used -= seconds
+
+    def conversation(self, conversation: str) -> Conversation:
+        found = self.state.conversations.get(ConversationId(conversation))
+        assert found is not None, f"{conversation} is not known"
+        return found
+
+    def described(self, conversation: str) -> dict[str, Any]:
+        found = self.owner.describe(ConversationId(conversation))
+        assert found is not None, f"{conversation} is not known"
+        return found
+
+    def evict(self, conversation: str) -> bool:
+        """Let a conversation's RAM go, as the gate does."""
+        self.owner.admission._begin_tally()
+        return self.owner.admission.let_go(ConversationId(conversation), reason="gate")
+
+    def packs(self) -> list[Path]:
+        """Pack files in place."""
+        return sorted(self.folder.rglob("*.pack")) if self.folder is not None else []
+
+    def temporaries(self) -> list[Path]:
+        """Files of writes that have not ended."""
+        return [path for path in self.folder.rglob("tmp/*") if path.is_file()] if self.folder is not None else []
 
     def take_blocks(self, count: int) -> list[int]:
         blocks = [(self._next_block + n) % self.device_blocks for n in range(count)]
@@ -209,29 +274,45 @@ class Pod:
         self.until(lambda: not self.state.recovering, "recovery ended")
 
     def settle(self) -> None:
-        """All turns, streams and ordered writes have ended."""
+        """All turns, decisions, streams and ordered writes have ended."""
+        state = self.state
         self.until(
-            lambda: not self.state.turns
-            and not self.state.finished_streams
-            and not any(c.writing for c in self.state.conversations),
+            lambda: not (state.turns or state.finished_streams or state.wishes or state.captured)
+            and not any(c.writing for c in state.conversations)
+            and (self.owner.disk is None or not self.owner.disk.backlog_bytes),
             "nothing is under way",
         )
 
-    def all_receipts(self, kind: ReceiptKind | None = None) -> list[Receipt]:
-        return self.receipts.query(since=None, conversation=None, request=None, kind=kind, limit=100_000)
+    def check(self) -> None:
+        """The ledger's counters, holds and slots are what a count from scratch gives."""
+        check_state(self.state)
+
+    def all_receipts(self, kind: ReceiptKind | None = None, conversation: str | None = None) -> list[Receipt]:
+        return self.receipts.query(conversation=conversation, kind=kind, limit=100_000)
+
+    def outcomes(self, kind: ReceiptKind, conversation: str | None = None) -> list[tuple[str, str]]:
+        """Outcome and reason of every receipt of a kind."""
+        return [(receipt.outcome, receipt.reason) for receipt in self.all_receipts(kind, conversation)]
 
     def stop(self) -> None:
+        self.ended = True
         self.owner.stop(grace_s=10.0)
 
     def kill(self) -> None:
-        """End this life as SIGKILL would: nothing is written out, only the directory's lock is let go."""
-        self.owner._stopping.set()
-        with self.state.lock:
-            self.state.wake.notify_all()
-        self.owner._reports.put(None)
+        """End this life as SIGKILL would: from this moment no file changes any more."""
+        self.ended = True
+        self.fs.dead = True
+        self.fs.held.set()
+        self.owner.end_threads()
         self.mover.close()
-        if self.store is not None:
-            self.store.close()
+        self.fs.bury()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self.ended:
+            self.kill()
 
 
 @dataclass
@@ -246,16 +327,17 @@ class Turned:
 class Running:
     """A request in flight, driven step by step."""
 
-    def __init__(self, pod: Pod, turn: object, tokens: list[int], chain: list[BlockKey]) -> None:
+    def __init__(self, pod: Pod, turn: Turn, tokens: list[int], chain: list[BlockKey], salt: str) -> None:
         self.pod = pod
         self.turn = turn
         self.tokens = tokens
         self.chain = chain
+        self.salt = salt
         self.matched_blocks = 0
-        self.loaded_blocks = 0
         self.blocks: list[int] = pod.take_blocks(len(chain))
         self.stored = 0
         self.outcome = "finished"
+        self.offer_all = False
 
     def match(self, engine_blocks: int = 0) -> int:
         pod = self.pod
@@ -292,7 +374,7 @@ class Running:
             sources = pod.cache.plan_load(self.turn, keys)
         job = pod.next_job()
         blocks = tuple(DeviceBlock(0, block) for block in self.blocks[first : self.matched_blocks])
-        pod.mover.load(LoadJob(job, blocks, tuple(sources), 10.0))
+        pod.mover.load(LoadJob(job, blocks, tuple(sources), pod.read_deadline_s))
         done = pod.await_transfer(job)
         with pod.state.lock:
             pod.cache.load_done(
@@ -305,6 +387,9 @@ class Running:
             )
         lost = len(keys) if -1 in done.failed else len(keys) - min(done.failed, default=len(keys))
         self.matched_blocks -= lost
+        if lost:
+            # As the connector does: what the engine has and computes is offered again.
+            self.stored, self.offer_all = 0, True
         self.check_loaded(first)
         return done
 
@@ -317,7 +402,7 @@ class Running:
         """The engine computes what was not matched, and offers every block it has not offered yet."""
         for index in range(self.matched_blocks, len(self.chain)):
             self.pod.device.planes[0][self.blocks[index]] = block_bytes(self.chain[index])
-        self.stored = max(self.stored, self.matched_blocks)
+        self.stored = 0 if self.offer_all else max(self.stored, self.matched_blocks)
         self.store(self.stored, len(self.chain))
         with self.pod.state.lock:
             self.pod.cache.prompt_read(self.turn)
@@ -326,7 +411,7 @@ class Running:
         if not tokens:
             return
         self.tokens.extend(tokens)
-        longer = block_keys(self.tokens, salt="")
+        longer = block_keys(self.tokens, salt=self.salt)
         fresh = longer[len(self.chain) :]
         self.chain.extend(fresh)
         self.blocks.extend(self.pod.take_blocks(len(fresh)))
@@ -367,7 +452,7 @@ class Running:
         pod = self.pod
         with pod.state.lock:
             pod.cache.close(self.turn, outcome=self.outcome)
-        receipt = pod.all_receipts(ReceiptKind.TURN)[-1]
+        receipt = pod.receipts.query(request=self.turn.request, kind=ReceiptKind.TURN)[-1]
         reused = (receipt.reused_ram_tokens or 0) + (receipt.reused_disk_tokens or 0)
         return Turned(receipt=receipt, reused=reused, tokens=list(self.tokens))
 
@@ -394,3 +479,54 @@ def prompt(name: str, blocks: int, *, shared: int = 0) -> list[int]:
     base = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") % 100_000 + 1_000
     tokens = list(range(shared * BLOCK_TOKENS))
     return tokens + [base + n for n in range((blocks - shared) * BLOCK_TOKENS)]
+
+
+def check_state(state: CacheState) -> None:
+    """Every count the cache keeps along the way must be what counting from scratch gives."""
+    with state.lock:
+        ledger = state.ledger
+        rows = list(ledger.rows.values())
+        in_ram = [row for row in rows if ledger.ram[row]]
+        on_disk = [row for row in rows if ledger.disk[row] == DiskState.PUBLISHED]
+        dirty = [row for row in rows if ledger.ram[row] == RamState.READY and ledger.disk[row] != DiskState.PUBLISHED]
+        assert (ledger.ram_blocks, ledger.disk_blocks, ledger.dirty_blocks) == (len(in_ram), len(on_disk), len(dirty))
+        assert state.slots.used_slots == len(in_ram)
+        assert len({ledger.slot[row] for row in in_ram}) == len(in_ram), "two blocks share a slot"
+        assert Counter(ledger.pack[row] for row in on_disk) == Counter(
+            {number: pack.live for number, pack in enumerate(state.packs) if pack.live}
+        )
+        _check_tree(state, rows)
+
+
+def _check_tree(state: CacheState, rows: list[int]) -> None:
+    ledger = state.ledger
+    children = Counter(ledger.parent[row] for row in rows if ledger.parent[row] >= 0)
+    tips = Counter(row for c in state.conversations for row in c.rows())
+    for turn in state.turns.values():
+        tips.update([*turn.tips.values(), *turn.arrival])
+    ram_hold, disk_hold = Counter[int](), Counter[int]()
+    for conversation in state.conversations:
+        ram_hold.update(conversation.rows() if conversation.in_ram else ())
+        disk_hold.update(conversation.rows() if conversation.on_disk else ())
+    for turn in state.turns.values():
+        held = [*turn.tips.values(), *turn.arrival]
+        ram_hold.update(held)
+        disk_hold.update(held)
+    for row in sorted(rows, key=lambda row: -_depth(ledger, row)):
+        parent = ledger.parent[row]
+        assert ledger.children[row] == children[row]
+        assert ledger.tips[row] == tips[row]
+        assert ledger.ram_hold[row] == ram_hold[row], f"RAM hold of row {row}"
+        assert ledger.disk_hold[row] == disk_hold[row], f"disk hold of row {row}"
+        if parent >= 0:
+            ram_hold[parent] += ram_hold[row] > 0
+            disk_hold[parent] += disk_hold[row] > 0
+        if not state.turns and not any(c.writing for c in state.conversations):
+            assert ledger.pins[row] == 0, "a pin leaked"
+            assert ledger.ram[row] != RamState.FILLING
+            assert ledger.disk[row] != DiskState.WRITING
+            assert ledger.ram_hold[row] or not ledger.ram[row], "RAM holds a block nobody keeps"
+
+
+def _depth(ledger: Ledger, row: int) -> int:
+    return sum(1 for _ in ledger.ancestors(row))

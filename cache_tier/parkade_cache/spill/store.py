@@ -512,13 +512,16 @@ class SpillStore:
         return reservation
 
     def _end(self, reservation: Reservation, *, written_bytes: int) -> None:
-        self._reservations.pop(reservation.pack_id, None)
+        # A caller may hold the value from before the pack grew; what is settled is all that was taken.
+        latest = self._reservations.pop(reservation.pack_id, reservation)
         self._book.in_flight.discard(reservation.pack_id)
-        first_bytes = reservation.nbytes - sum(nbytes for nbytes, _ in reservation.more)
-        for nbytes, share in ((first_bytes, reservation.share), *reservation.more):
+        first_bytes = latest.nbytes - sum(nbytes for nbytes, _ in latest.more)
+        *older, (_, newest) = [(first_bytes, latest.share), *latest.more]
+        for nbytes, share in older:
             spent_bytes = min(nbytes, written_bytes)
             self._budget.settle(share, spent_bytes)
             written_bytes -= spent_bytes
+        self._budget.settle(newest, written_bytes)
 
     def _check_finished(self, infos: Sequence[PackInfo], reservation: Reservation) -> None:
         expected = [(reservation.pack_id, self.fingerprint, n, self._config.ranks) for n in range(self._config.ranks)]

@@ -476,6 +476,35 @@ def test_the_hourly_budget_is_taken_at_admission_given_back_on_failure_and_outli
         assert store.usage().budget_remaining_bytes == 2 * one
 
 
+def test_a_streamed_pack_grows_within_room_and_budget_and_settles_all_it_took(
+    fs: FileSystem, spill: Any, clock: FakeClock
+) -> None:
+    """D2, W9: a stream has a name before its size is known; also when its owner ends it by the first reservation."""
+    one = chain_bytes(1)
+    store = spill.open(capacity_bytes=3 * one, write_budget_bytes_per_hour=3 * one)
+    pack_id = store.new_pack_id()
+    first = store.reserve(one, pack_id=pack_id)
+    assert isinstance(first, Reservation)
+    assert first.pack_id == pack_id
+    grown = store.grow(first, one)
+    assert isinstance(grown, Reservation)
+    assert (grown.pack_id, grown.nbytes) == (pack_id, 2 * one)
+    assert refusal(store.grow(grown, one + 1)).outcome is WriteOutcome.REFUSED_BUDGET
+    assert store.usage().reserved_bytes == 2 * one
+    store.cancel(first, written_bytes=one + 7)
+    assert store.usage().reserved_bytes == 0
+    assert store.usage().budget_remaining_bytes == 3 * one - one - 7
+
+
+def test_a_pack_larger_than_its_reservation_is_charged_whole(fs: FileSystem, spill: Any) -> None:
+    """D2: physical bytes."""
+    store = spill.open(write_budget_bytes_per_hour=10 * chain_bytes(3))
+    reservation = store.reserve(1)
+    assert isinstance(reservation, Reservation)
+    store.publish(write_ranks(fs, store, reservation, Chain(["a", "b", "c"])), reservation)
+    assert store.usage().budget_remaining_bytes == 9 * chain_bytes(3)
+
+
 def test_a_failed_write_leaves_no_file_and_no_row_and_the_older_state_restorable(spill: Any, fs: FileSystem) -> None:
     """Case 34."""
     store = spill.open()
