@@ -274,7 +274,7 @@ class _SchedulerSide:
         status.update_offload_keys()
 
         def keys() -> Sequence[Sequence[BlockKey]]:
-            return [group.offload_keys for group in status.group_states]  # type: ignore[misc]
+            return [group.offload_keys for group in status.group_states]
 
         with self.state.lock:
             turn = self.owner.cache.begin(
@@ -402,7 +402,7 @@ class _WorkerSide:
 
     @property
     def worker(self) -> ParkadeWorker | None:
-        """This rank's worker, once the engine's memory exists."""
+        """The worker of this rank, once the engine's memory exists."""
         side = self._connector.connector_worker
         worker = side.worker if side is not None else None
         assert worker is None or isinstance(worker, ParkadeWorker)
@@ -416,7 +416,7 @@ class _WorkerSide:
         """Remember whose blocks each load fills, for the case that it fails."""
         for job, transfer in meta.load_jobs.items():
             self._load_requests[job] = transfer.req_id
-            self._load_blocks[job] = transfer.dst_spec.block_ids.tolist()  # type: ignore[attr-defined]
+            self._load_blocks[job] = transfer.dst_spec.block_ids.tolist()
 
     def note_stores(self, meta: ParkadeConnectorMetadata) -> None:
         """Remember which stores are under way, and who waits for them."""

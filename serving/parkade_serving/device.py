@@ -7,6 +7,7 @@ restart; copies spend their time in calls that release the interpreter lock (tra
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from vllm import _custom_ops as ops
 from vllm.v1.kv_offload.base import CanonicalKVCaches
 
 from parkade_cache.device import Device, DeviceBlock, HostBytes
@@ -100,7 +102,7 @@ def _equal_steps(group: Sequence[_Page]) -> int | None:
     if len({(stride, size) for _, stride, size in group}) != 1:
         return None
     bases = [base for base, _, _ in group]
-    steps = {after - before for before, after in zip(bases, bases[1:], strict=False)}
+    steps = {after - before for before, after in itertools.pairwise(bases)}
     if not steps:
         return 1
     return steps.pop() if len(steps) == 1 else None
@@ -136,8 +138,6 @@ class CudaDevice(_PagedDevice):
 
     def __init__(self, tensors: Sequence[torch.Tensor], pages: list[list[_Page]]) -> None:
         super().__init__(tensors, pages)
-        from vllm import _custom_ops as ops
-
         self._swap_blocks = ops.swap_blocks_batch
         self._device = tensors[0].device
         low, _ = torch.cuda.Stream.priority_range()

@@ -30,9 +30,11 @@ def parkade_version() -> str:
     return installed_version("parkade") or "0+unknown"
 
 
-def usable_cores() -> int:
-    """Cores this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def usable_cores() -> tuple[int, ...]:
+    """Numbers of the cores this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return tuple(sorted(os.sched_getaffinity(0)))
+    return tuple(range(os.cpu_count() or 1))
 
 
 def cpu_flags() -> frozenset[str]:
@@ -47,7 +49,7 @@ def machine_facts() -> dict[str, object]:
         "system": f"{platform.system()} {platform.release()}",
         "architecture": platform.machine(),
         "cpu": _cpuinfo().get("model name", platform.processor()),
-        "cores": usable_cores(),
+        "cores": len(usable_cores()),
         "memory_bytes": psutil.virtual_memory().total,
         "python": platform.python_version(),
         "versions": {name: version for name, version in versions.items() if version is not None},

@@ -23,7 +23,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from parkade_cache.cache import ConversationCache, Found, OfferedBlock
-from parkade_cache.ids import NO_KEY, BlockKey, PackId, RequestId
+from parkade_cache.ids import NO_KEY, BlockKey, PackId
 from parkade_cache.owner import Owner
 from parkade_cache.turns import ChainKeys, Turn
 from parkade_serving.owner_runtime import OwnerRuntime
@@ -172,18 +172,13 @@ class ParkadeManager(OffloadingManager):
 
 
 def _handle(req_context: ReqContext) -> RequestHandle:
-    handle = req_context.get_state(RequestHandle)
+    handle: RequestHandle | None = req_context.get_state(RequestHandle)
     if handle is None:
         raise RuntimeError(
             f"request {req_context.req_id} is unknown to the conversation cache; "
             "use kv_connector ParkadeConnector from parkade_serving.connector"
         )
     return handle
-
-
-def request_id(req_context: ReqContext) -> RequestId:
-    """The engine's id of the request."""
-    return RequestId(req_context.req_id)
 
 
 _RAM_SOURCE = CacheHitSource.HOST

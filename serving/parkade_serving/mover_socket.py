@@ -10,20 +10,24 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import queue
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from parkade_cache.errors import FormatError, SettingsError
 from parkade_cache.ids import PackId
 from parkade_cache.local_mover import LocalMover
-from parkade_cache.mover import JobId, Mover, PackOrder, Report, ReportSink, SlotBlock
+from parkade_cache.mover import JobId, JobOutcome, Mover, PackOrder, Report, ReportSink, SlotBlock
 from parkade_serving.mover_wire import (
+    ANSWERED_CALLS,
     Hello,
     Leaving,
     Order,
+    answer_to,
     decode_hello,
     decode_order,
     decode_report,
@@ -41,8 +45,48 @@ CONNECT_TIMEOUT_S = 600.0
 """How long a worker waits for the owner: the scheduler starts after the workers have loaded the model."""
 
 
+_CLOSED = "the owner has ended"
+
+
+class _Peer:
+    """The owner's connection to one rank: orders leave in order on a thread of its own, so that nobody waits here."""
+
+    def __init__(self, rank: int, connection: socket.socket) -> None:
+        self.rank = rank
+        self.connection = connection
+        self._frames: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name=f"parkade-mover-{rank}-orders", daemon=True).start()
+
+    def send(self, payload: bytes) -> None:
+        """Queue an order; one that cannot be sent any more is answered when the connection is found lost."""
+        self._frames.put(payload)
+
+    def close(self) -> None:
+        """Send what is queued, then close."""
+        self._frames.put(None)
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError):
+            while (payload := self._frames.get()) is not None:
+                send_frame(self.connection, payload)
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+
+
+@dataclass(slots=True)
+class _OpenOrder:
+    """An order that not every rank has answered."""
+
+    order: Order
+    ranks: set[int]
+
+
 class MoverHub(Mover):
-    """The owner's end: broadcasts orders to all ranks, hands their reports to ``sink``."""
+    """The owner's end: broadcasts orders to all ranks, hands their reports to ``sink``.
+
+    A rank that was there and is gone, or that does not speak the protocol, stays lost: its memory is gone with it.
+    Whatever it still owes an answer to, and whatever is ordered later, is answered for it as failed.
+    """
 
     def __init__(
         self,
@@ -60,7 +104,9 @@ class MoverHub(Mover):
         self._slot_bytes = slot_bytes
         self._sink = sink
         self._lock = threading.Lock()
-        self._peers: dict[int, socket.socket] = {}
+        self._peers: dict[int, _Peer] = {}
+        self._lost: set[int] = set()
+        self._open: dict[JobId, _OpenOrder] = {}
         self._backlog: list[bytes] = []
         self._closed = False
         with contextlib.suppress(FileNotFoundError):
@@ -71,36 +117,71 @@ class MoverHub(Mover):
         self._listener.listen(ranks)
         threading.Thread(target=self._accept, name="parkade-mover-hub", daemon=True).start()
 
+    # -- ranks ---------------------------------------------------------------------------------------------
+
     def _accept(self) -> None:
         while True:
             try:
                 connection, _ = self._listener.accept()
             except OSError:
                 return
-            threading.Thread(
-                target=self._serve, args=(connection,), name="parkade-mover-peer", daemon=True
-            ).start()
+            threading.Thread(target=self._serve, args=(connection,), name="parkade-mover-peer", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        hello = self._welcome(connection)
-        if hello is None:
+        peer = self._welcome(connection)
+        if peer is None:
             connection.close()
             return
-        while (frame := receive_frame(connection)) is not None:
-            try:
-                report = decode_report(frame)
-                if isinstance(report, Leaving):
-                    self._say_goodbye(report)
-                else:
-                    self._sink(report)
-            except FormatError:
-                _log.exception("rank %d sent something that is no report", hello.rank)
+        try:
+            while (frame := receive_frame(connection)) is not None:
+                self._heard(peer, decode_report(frame))
+        except FormatError as error:
+            _log.error("rank %d sent something that is no report: %s", peer.rank, error)
+        self._gone(peer)
+        connection.close()
+
+    def _heard(self, peer: _Peer, report: Report | Leaving) -> None:
+        if isinstance(report, Leaving):
+            self._say_goodbye(report)
+            return
+        if report.rank != peer.rank:
+            raise FormatError(f"it answers for rank {report.rank}")
+        if self._settle(report.job, peer.rank):
+            self._sink(report)
+        else:
+            _log.warning("rank %d answered job %d, which it was not asked", peer.rank, report.job)
+
+    def _settle(self, job: JobId, rank: int) -> bool:
+        """Whether this rank owed an answer to the job; now it does not."""
         with self._lock:
-            if self._peers.get(hello.rank) is connection:
-                del self._peers[hello.rank]
+            found = self._open.get(job)
+            if found is None or rank not in found.ranks:
+                return False
+            found.ranks.discard(rank)
+            if not found.ranks:
+                del self._open[job]
+            return True
+
+    def _gone(self, peer: _Peer) -> None:
+        """Answer for a lost rank, so that no decision waits for it."""
+        peer.close()
+        with self._lock:
+            self._lost.add(peer.rank)
+            owed = [found.order for found in self._open.values() if peer.rank in found.ranks]
             closed = self._closed
         if not closed and not self._left.is_set():
-            _log.error("the mover of rank %d is gone; its blocks can no longer be moved", hello.rank)
+            _log.error("the mover of rank %d is gone; its blocks can no longer be moved", peer.rank)
+        for order in owed:
+            self._answer_for(order, peer.rank)
+
+    def _answer_for(self, order: Order, rank: int) -> None:
+        if not self._settle(order.job_id, rank):
+            return
+        outcome = JobOutcome.CANCELLED if self._closed else JobOutcome.FAILED
+        reason = _CLOSED if self._closed else f"the mover of rank {rank} is gone"
+        report = answer_to(order, rank, outcome, reason=reason)
+        if report is not None:
+            self._sink(report)
 
     def _say_goodbye(self, leaving: Leaving) -> None:
         """Let the owner use the time that is left, once for all ranks, then let the movers go."""
@@ -116,45 +197,58 @@ class MoverHub(Mover):
 
         threading.Thread(target=drain, name="parkade-last-drain", daemon=True).start()
 
-    def _welcome(self, connection: socket.socket) -> Hello | None:
-        frame = receive_frame(connection)
-        if frame is None:
-            return None
+    def _welcome(self, connection: socket.socket) -> _Peer | None:
         try:
+            frame = receive_frame(connection)
+            if frame is None:
+                return None
             hello = decode_hello(frame)
-        except FormatError:
-            _log.exception("a peer that is no mover connected to %s", self._path)
-            return None
-        if hello.slot_bytes != self._slot_bytes:
-            _log.error(
-                "rank %d has slots of %d bytes, the owner of %d; blocks cannot be moved",
-                hello.rank,
-                hello.slot_bytes,
-                self._slot_bytes,
-            )
+        except FormatError as error:
+            _log.warning("a peer that is no mover connected to %s: %s", self._path, error)
             return None
         with self._lock:
-            self._peers[hello.rank] = connection
+            refusal = self._refusal(hello)
+            if refusal:
+                _log.error("rank %d %s; it is not let in", hello.rank, refusal)
+                return None
+            peer = self._peers[hello.rank] = _Peer(hello.rank, connection)
             if len(self._peers) == self._ranks:
                 backlog, self._backlog = self._backlog, []
                 for payload in backlog:
                     self._broadcast(payload)
-        return hello
+        return peer
+
+    def _refusal(self, hello: Hello) -> str:
+        if self._closed:
+            return "comes after the end"
+        if hello.slot_bytes != self._slot_bytes:
+            return f"has slots of {hello.slot_bytes} bytes, the owner of {self._slot_bytes}"
+        if not 0 <= hello.rank < self._ranks:
+            return f"is none of {self._ranks}"
+        if hello.rank in self._peers:
+            return "is there already, or was and has lost its memory"
+        return ""
+
+    # -- orders --------------------------------------------------------------------------------------------
 
     def _send(self, order: Order) -> None:
         payload = encode_order(order)
+        answered = order.call in ANSWERED_CALLS
         with self._lock:
-            if len(self._peers) < self._ranks and not self._closed:
+            if answered:
+                self._open[order.job_id] = _OpenOrder(order, set(range(self._ranks)))
+            if len(self._peers) < self._ranks:
                 self._backlog.append(payload)
             else:
                 self._broadcast(payload)
+            silent = range(self._ranks) if self._closed else tuple(self._lost)
+        if answered:
+            for rank in silent:
+                self._answer_for(order, rank)
 
     def _broadcast(self, payload: bytes) -> None:
-        for rank, peer in self._peers.items():
-            try:
-                send_frame(peer, payload)
-            except OSError as error:
-                _log.error("an order could not reach the mover of rank %d: %s", rank, error)
+        for peer in self._peers.values():
+            peer.send(payload)
 
     def attach(self, identity_folder: str, identity: str, *, direct: bool) -> None:
         """See ``Mover.attach``."""
@@ -197,14 +291,16 @@ class MoverHub(Mover):
         self._send(Order("forget_pack", pack=pack))
 
     def close(self) -> None:
-        """Close the socket; the workers' ends notice and stop listening."""
+        """Send what was ordered, then close; the workers' ends notice, and nobody waits for an answer any more."""
         with self._lock:
             self._closed = True
             peers = list(self._peers.values())
+            owed = [(found.order, rank) for found in self._open.values() for rank in found.ranks]
         self._listener.close()
         for peer in peers:
-            with contextlib.suppress(OSError):
-                peer.shutdown(socket.SHUT_RDWR)
+            peer.close()
+        for order, rank in owed:
+            self._answer_for(order, rank)
         with contextlib.suppress(FileNotFoundError):
             self._path.unlink()
 
@@ -217,7 +313,6 @@ class MoverPeer:
         self._hello = Hello(rank=rank, slot_bytes=slot_bytes, pid=os.getpid())
         self._lock = threading.Lock()
         self._connection: socket.socket | None = None
-        self._mover: LocalMover | None = None
         self._closed = False
         self._goodbye = threading.Event()
 
@@ -232,21 +327,31 @@ class MoverPeer:
 
     def start(self, mover: LocalMover) -> None:
         """Connect in the background and serve orders from then on."""
-        self._mover = mover
-        threading.Thread(target=self._run, name="parkade-mover-orders", daemon=True).start()
+        threading.Thread(target=self._run, args=(mover,), name="parkade-mover-orders", daemon=True).start()
 
-    def _run(self) -> None:
+    def _run(self, mover: LocalMover) -> None:
         connection = self._connect()
         if connection is None:
             return
-        with self._lock:
+        with self._lock, contextlib.suppress(OSError):
             self._connection = connection
             send_frame(connection, encode_hello(self._hello))
-        while (frame := receive_frame(connection)) is not None:
-            try:
-                self._carry_out(decode_order(frame))
-            except Exception:
-                _log.exception("an order of the owner could not be carried out")
+        try:
+            while (frame := receive_frame(connection)) is not None:
+                self._obey(mover, decode_order(frame))
+        except FormatError as error:
+            _log.error("the owner sent something that is no order: %s", error)
+        self.close()
+
+    def _obey(self, mover: LocalMover, order: Order) -> None:
+        """Carry an order out; one that cannot be is answered, so that no decision waits for it."""
+        try:
+            self._carry_out(mover, order)
+        except Exception as error:  # noqa: BLE001 - whatever it was, the next order must be heard
+            _log.exception("an order of the owner could not be carried out")
+            report = answer_to(order, self._hello.rank, JobOutcome.FAILED, reason=str(error) or type(error).__name__)
+            if report is not None:
+                self.report(report)
 
     def _connect(self) -> socket.socket | None:
         deadline = time.monotonic() + CONNECT_TIMEOUT_S
@@ -263,9 +368,7 @@ class MoverPeer:
             _log.error("the owner did not open %s; nothing can be parked", self._path)
         return None
 
-    def _carry_out(self, order: Order) -> None:
-        mover = self._mover
-        assert mover is not None
+    def _carry_out(self, mover: LocalMover, order: Order) -> None:
         match order.call:
             case "goodbye":
                 self._goodbye.set()

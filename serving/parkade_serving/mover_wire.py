@@ -9,22 +9,28 @@ from __future__ import annotations
 
 import socket
 import struct
-from typing import Any
 
 import msgspec
 
 from parkade_cache.errors import FormatError
-from parkade_cache.ids import PackId
+from parkade_cache.ids import ConversationId, PackId
 from parkade_cache.mover import (
     ExtentsCommitted,
     ExtentsReleased,
     HeapReleased,
     JobId,
+    JobOutcome,
     PackOrder,
     PackWritten,
     Report,
     SlotBlock,
+    heap_kept,
+    no_pack,
+    not_committed,
+    not_released,
 )
+
+_T = TypeVar("_T")
 
 _LENGTH = struct.Struct("<I")
 MAX_FRAME_BYTES = 256 << 20
@@ -71,6 +77,26 @@ class Leaving(msgspec.Struct, frozen=True):
     grace_s: float
 
 
+ANSWERED_CALLS = frozenset({"commit", "release", "release_heap", "write", "finish_stream", "abort_stream"})
+"""Calls that name a job and are answered by one report of each rank."""
+
+
+def answer_to(order: Order, rank: int, outcome: JobOutcome, *, reason: str) -> Report | None:
+    """What a rank that cannot carry ``order`` out answers; None where no answer is due."""
+    match order.call:
+        case "commit":
+            return not_committed(order.job_id, rank, order.extents, outcome, reason=reason)
+        case "release":
+            return not_released(order.job_id, rank, order.extents, outcome, reason=reason)
+        case "release_heap":
+            return heap_kept(order.job_id, rank, outcome, reason=reason)
+        case "write" | "finish_stream" | "abort_stream":
+            pack = order.order or PackOrder(pack=order.pack_id, conversation=ConversationId(""), created_at=0.0)
+            return no_pack(order.job_id, rank, pack, outcome, reason=reason)
+        case _:
+            return None
+
+
 _order_encoder = msgspec.msgpack.Encoder()
 _order_decoder = msgspec.msgpack.Decoder(Order)
 _hello_decoder = msgspec.msgpack.Decoder(Hello)
@@ -88,7 +114,10 @@ def encode_order(order: Order) -> bytes:
 
 def decode_order(payload: bytes) -> Order:
     """Inverse of ``encode_order``; ``FormatError`` for anything else."""
-    return _decoded(_order_decoder, payload)
+    try:
+        return _order_decoder.decode(payload)
+    except msgspec.MsgspecError as error:
+        raise FormatError(f"not an order: {error}") from error
 
 
 def encode_hello(hello: Hello) -> bytes:
@@ -98,7 +127,10 @@ def encode_hello(hello: Hello) -> bytes:
 
 def decode_hello(payload: bytes) -> Hello:
     """Inverse of ``encode_hello``; ``FormatError`` for anything else."""
-    return _decoded(_hello_decoder, payload)
+    try:
+        return _hello_decoder.decode(payload)
+    except msgspec.MsgspecError as error:
+        raise FormatError(f"not a mover's hello: {error}") from error
 
 
 def encode_leaving(leaving: Leaving) -> bytes:
@@ -119,13 +151,6 @@ def decode_report(payload: bytes) -> Report | Leaving:
     except (msgspec.MsgspecError, KeyError, TypeError, ValueError) as error:
         raise FormatError(f"not a mover's report: {error}") from error
     return found
-
-
-def _decoded(decoder: Any, payload: bytes) -> Any:
-    try:
-        return decoder.decode(payload)
-    except msgspec.MsgspecError as error:
-        raise FormatError(f"not a frame of this protocol: {error}") from error
 
 
 def send_frame(connection: socket.socket, payload: bytes) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 SCRIPT = Path(__file__).with_name("engine_process.py")
 BLOCK = 128
@@ -19,7 +19,7 @@ RESUMABLE = 650 // BLOCK * BLOCK
 
 def live(folder: Path, phase: str, parked: str) -> dict[str, Any]:
     folder.chmod(0o700)
-    done = subprocess.run(  # noqa: S603 - our own script, our own interpreter
+    done = subprocess.run(
         [sys.executable, str(SCRIPT), str(folder), phase, parked],
         capture_output=True,
         text=True,

@@ -23,7 +23,7 @@ from parkade_serving.command_line import ExitCode, Parser
 from parkade_serving.demo.accounts import receipts_folder
 from parkade_serving.demo.console import Console
 from parkade_serving.demo.figures import RunFigures
-from parkade_serving.demo.plan import RUNS, EngineChoice, RunName, RunPlan, choose_dtype
+from parkade_serving.demo.plan import RUNS, EngineChoice, RunName, RunPlan, choose_cores, choose_dtype
 from parkade_serving.demo.report import document, table, verdict_lines
 from parkade_serving.demo.runner import Runner
 from parkade_serving.demo.script import cutter_for, make_script
@@ -76,7 +76,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--keep", action="store_true", help="leave the spilled conversations, receipts and logs there")
     made.add_argument("--port", type=int, metavar="N", help="first port to use; default any that is free")
     made.add_argument(
-        "--threads", metavar="CORES", help="cores for the engine's computing threads, such as 0-3; default vLLM's choice"
+        "--cores", metavar="LIST", help="for the engine's computing threads, such as 0-3; default all of a small machine"
     )
     made.add_argument("--together", type=int, metavar="N", help="engines that may start side by side; default by memory")
     return made
@@ -90,9 +90,8 @@ def _run(options: argparse.Namespace, folder: Path, console: Console) -> int:
         console.line(f"preparing {MODEL_NAME} (half a minute the first time)")
     model = options.model or str(prepare_model())
     script = make_script(cutter_for(model))
-    choice = EngineChoice(
-        python=sys.executable, model=model, dtype=choose_dtype(cpu_flags()), threads=options.threads
-    )
+    cores = options.cores or choose_cores(usable_cores())
+    choice = EngineChoice(python=sys.executable, model=model, dtype=choose_dtype(cpu_flags()), cores=cores)
     ports = itertools.count(options.port) if options.port is not None else None
     pick = {} if ports is None else {"pick_port": ports.__next__}
     runner = Runner(choice, script, folder=folder, console=console, **pick)
@@ -137,7 +136,7 @@ def _batched(plans: Sequence[RunPlan], size: int) -> Iterator[Sequence[RunPlan]]
 def _engines_together() -> int:
     """As many engines as memory and cores allow to start side by side."""
     by_memory = psutil.virtual_memory().available // _BYTES_PER_ENGINE
-    return max(1, min(_MOST_TOGETHER, usable_cores(), int(by_memory)))
+    return max(1, min(_MOST_TOGETHER, len(usable_cores()), int(by_memory)))
 
 
 def _budget_bytes(plan: RunPlan) -> int | None:

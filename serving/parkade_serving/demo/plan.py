@@ -6,7 +6,7 @@ What must stay true: the runs differ in the cache and in nothing else.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -26,6 +26,7 @@ _SPILL_MIN_FREE: Final = "256Mi"
 _KV_MEMORY: Final = "1G"
 """Only an upper bound, which also keeps the engine from asking for most of the machine's memory."""
 
+_SMALL_MACHINE_CORES: Final = 4
 _FAST_BFLOAT16: Final = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 
 
@@ -63,7 +64,7 @@ class EngineChoice:
     python: str
     model: str
     dtype: str
-    threads: str | None
+    cores: str | None
     """Cores for the engine's computing threads, as vLLM's CPU build takes them; None leaves it to vLLM."""
 
 
@@ -114,17 +115,25 @@ def _engine_flags(choice: EngineChoice, port: int) -> tuple[str, ...]:
     )
 
 
+def choose_cores(usable: Sequence[int]) -> str | None:
+    """Every core on a small machine, where vLLM would leave one of two idle; vLLM's own choice on a larger one."""
+    return ",".join(str(core) for core in usable) if len(usable) <= _SMALL_MACHINE_CORES else None
+
+
 def engine_environment(base: Mapping[str, str], choice: EngineChoice) -> dict[str, str]:
-    """Variables for the engine: no model hub, no usage reports, and the threads that were chosen."""
-    changed = dict(base) | {
+    """Variables for the engine: no model hub, no usage reports, and the cores that were chosen.
+
+    Computing threads that spin while they wait would take their cores from the engine's own scheduler: they sleep.
+    """
+    changed = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"} | dict(base) | {
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "PYTHONUNBUFFERED": "1",
     }
-    if choice.threads is not None:
-        changed["VLLM_CPU_OMP_THREADS_BIND"] = choice.threads
+    if choice.cores is not None:
+        changed["VLLM_CPU_OMP_THREADS_BIND"] = choice.cores
     return changed
 
 

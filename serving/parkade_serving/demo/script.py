@@ -19,7 +19,7 @@ ROUNDS_AFTER: Final = 2
 
 FIRST_PROMPT_TOKENS: Final = 1950
 """About 2,000 with what the chat template adds."""
-LATER_TOKENS: Final = 280
+LATER_TOKENS: Final = 250
 """About 300 with the question and what the chat template adds."""
 
 _SOURCES: Final = {"ada": "argparse", "ben": "tarfile", "cyd": "inspect", "new": "zipfile"}
