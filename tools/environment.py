@@ -17,10 +17,14 @@ import shutil
 import subprocess
 import sys
 import time
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+try:
+    import tomllib
+except ModuleNotFoundError:
+    sys.exit("error: Python 3.11 or newer is needed; name one with: make PYTHON=python3.11 ...")
 
 import install_engine
 from package_installer import InstallError, PackageInstaller
@@ -28,6 +32,8 @@ from package_installer import InstallError, PackageInstaller
 ROOT = Path(__file__).resolve().parent.parent
 MINIMUM_PIP = "pip>=25.1"
 """The first pip that installs dependency groups."""
+
+_PREPARE_MODEL = "from parkade_serving.model import prepare_model; prepare_model()"
 
 
 class Level(enum.StrEnum):
@@ -78,21 +84,24 @@ def create(folder: Path) -> Path:
     Some distributions ship ``venv`` without ``ensurepip``: there the pip that runs outside installs one inside.
     """
     python = folder / "bin" / "python"
-    if python.exists() and subprocess.run([str(python), "-m", "pip", "--version"], capture_output=True).returncode == 0:
+    if python.exists() and _works([str(python), "-m", "pip", "--version"]):
         return python
     print(f"==> virtual environment {folder}", flush=True)
     shutil.rmtree(folder, ignore_errors=True)
-    if subprocess.run([sys.executable, "-m", "venv", str(folder)], capture_output=True).returncode == 0:
+    if _works([sys.executable, "-m", "venv", str(folder)]):
         return python
     subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", str(folder)], check=True)
-    outside = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "pip"]
-    if subprocess.run(outside).returncode != 0:
+    if not _works([sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "pip"]):
         raise InstallError("error: no pip: install Python's pip and venv packages and run the same command again")
     return python
 
 
+def _works(command: Sequence[str]) -> bool:
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
 def project_arguments(level: Level) -> list[str]:
-    """pip's arguments for this project in place, with the extras and dependency groups of ``level``."""
+    """Arguments of pip for this project in place, with the extras and dependency groups of ``level``."""
     groups = [argument for group in GROUPS[level] for argument in ("--group", f"{ROOT / 'pyproject.toml'}:{group}")]
     return ["--editable", f"{ROOT}[{','.join(EXTRAS[level])}]", *groups]
 
@@ -103,13 +112,15 @@ def build(folder: Path, level: Level, *, log: Path) -> None:
     installer.install(["--upgrade", MINIMUM_PIP], label="pip")
     installer.use_uv()
     install_engine.install(installer, also=project_arguments(level))
-    installer.finish(not_compiled=install_engine.NOT_COMPILED)
+    # One uses a single core and the other the rest. Whoever needs the model prepares it if this could not.
+    with subprocess.Popen([str(installer.python), "-c", _PREPARE_MODEL], stderr=subprocess.DEVNULL):
+        installer.finish(not_compiled=install_engine.NOT_COMPILED)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Bring the environment up to date; prints nothing and takes no time when it is."""
     parser = argparse.ArgumentParser(description="Create or update the environment that make uses.")
-    parser.add_argument("level", type=Level, choices=list(Level), help="run: serve and demo; dev: tests and linters too")
+    parser.add_argument("level", type=Level, choices=list(Level), help="run: to serve; dev: tests and linters too")
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="folder of the environment")
     options = parser.parse_args(arguments)
     folder: Path = options.venv.absolute()

@@ -4,7 +4,7 @@ Why it exists: an engine is 150 packages. uv installs them several times faster 
 configuration, so here it is told what pip knows: indexes, link folders, certificates, constraints.
 
 What must stay true: pip decides. Whatever uv cannot do is tried again with pip, and only pip's answer counts; nothing
-here names a package index. A step prints one line, a heartbeat while it runs, and the end of the log only when it fails.
+here names a package index. A step prints one line, a heartbeat while it runs, and the end of the log only if it fails.
 """
 
 from __future__ import annotations
@@ -102,17 +102,20 @@ class PackageInstaller:
                 command, stdout=sink, stderr=sink, stdin=subprocess.DEVNULL, env=os.environ | dict(settings or {})
             )
             try:
-                while True:
-                    try:
-                        code = child.wait(timeout=HEARTBEAT_S)
-                        break
-                    except subprocess.TimeoutExpired:
-                        print(f"    {time.monotonic() - begun:4.0f} s  {_last_words(self._since(offset))}", flush=True)
+                while (code := self._wait(child)) is None:
+                    print(f"    {time.monotonic() - begun:4.0f} s  {_last_words(self._since(offset))}", flush=True)
             except BaseException:
                 child.terminate()
                 child.wait()
                 raise
         return StepResult(code=code, output=self._since(offset))
+
+    @staticmethod
+    def _wait(child: subprocess.Popen[bytes]) -> int | None:
+        try:
+            return child.wait(timeout=HEARTBEAT_S)
+        except subprocess.TimeoutExpired:
+            return None
 
     def _since(self, offset: int) -> str:
         return self.log.read_bytes()[offset:].decode(errors="replace")
@@ -123,8 +126,9 @@ class PackageInstaller:
     def use_uv(self) -> None:
         """Prepare uv; where it cannot be had, pip goes on alone."""
         if self._pip(["install", "--quiet", "uv"]).code == 0:
-            listing = subprocess.run([str(self.python), "-m", "pip", "config", "list"], capture_output=True, text=True)
-            self._uv_settings = uv_environment(parse_pip_configuration(listing.stdout), cache=self._cache)
+            command = [str(self.python), "-m", "pip", "config", "list"]
+            listing = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+            self._uv_settings = uv_environment(parse_pip_configuration(listing), cache=self._cache)
 
     def attempt(self, arguments: Sequence[str], *, label: str) -> StepResult:
         """Install what ``arguments`` (pip's) name, with uv first; the result is pip's where uv could not."""
@@ -152,6 +156,6 @@ class PackageInstaller:
         if self._uv_settings is None:
             return
         shutil.rmtree(self._cache, ignore_errors=True)
-        print("==> bytecode", flush=True)
+        print("==> bytecode, and the model", flush=True)
         folder = next((self.python.parent.parent / "lib").glob("python*/site-packages"))
         self.run([str(self.python), "-m", "compileall", "-qq", "-j", "0", "-x", not_compiled, str(folder)])

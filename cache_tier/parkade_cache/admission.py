@@ -126,6 +126,7 @@ class Admission:
         self.mover = mover
         self.disk = disk
         self.last_reading: Reading | None = None
+        self.reserved_at_last_reading = 0
         self._margin = Margin()
         self._back_off = BackOff()
         self._asked: dict[JobId, _Asked] = {}
@@ -402,7 +403,7 @@ class Admission:
     def read(self) -> tuple[Reading, int]:
         """A new reading, and what is admitted and not yet committed, in the only safe order (G15)."""
         with self.state.lock:
-            reserved = self.state.slots.reserved_bytes()
+            reserved = self.reserved_at_last_reading = self.state.slots.reserved_bytes()
         reading = self.sampler.sample()
         self.last_reading = reading
         if not reading.known:

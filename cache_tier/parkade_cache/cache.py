@@ -500,9 +500,8 @@ class ConversationCache:
         ledger.disk_writing(row, stream.number)
         stream.rows.append(row)
         stream.planned_bytes += state.geometry.pod_slot_bytes
-        parent = ledger.parent[row]
-        parent_key = ledger.key[parent] if parent >= 0 else NO_KEY
-        meta = BlockMeta(key=block.key, parent=parent_key, end_token=block.end_token, group=block.group)
+        parent = state.parent_on_disk(row)
+        meta = BlockMeta(key=block.key, parent=parent, end_token=block.end_token, group=block.group)
         return StoreTarget(slot=-1, pack=stream.pack, meta=meta)
 
     def _extend(self, turn: Turn, ends: dict[int, int]) -> None:
@@ -539,8 +538,7 @@ class ConversationCache:
             row = rows[key]
             if key in failed:
                 ledger.unpin(row)
-                self._not_captured(turn, row, slot)
-                lost += 1
+                lost += self._not_captured(turn, row, slot)
             elif slot >= 0:
                 ready.append(row)
             else:
@@ -555,13 +553,19 @@ class ConversationCache:
         if turn.closed and turn.stores_pending == 0:
             self._conclude(turn)
 
-    def _not_captured(self, turn: Turn, row: int, slot: int) -> None:
+    def _not_captured(self, turn: Turn, row: int, slot: int) -> bool:
+        """Undo one store; False when it was the stream that gave up, which counts its own losses."""
         ledger = self.state.ledger
+        stream = turn.stream
         if slot >= 0:
             self.state.slots.put(ledger.ram_gone(row))
-        elif turn.stream is not None and ledger.disk[row] == _WRITING and ledger.pack[row] == turn.stream.number:
+        elif stream is not None and ledger.disk[row] == _WRITING and ledger.pack[row] == stream.number:
             ledger.disk_gone(row)
         ledger.forget_if_dead(row)
+        if slot >= 0 or stream is None or not stream.failed:
+            return True
+        stream.lost += 1
+        return False
 
     # -- the end of a turn --------------------------------------------------------------------------------
 

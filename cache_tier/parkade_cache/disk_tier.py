@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from parkade_cache.conversations import Conversation
 from parkade_cache.errors import ParkadeError
-from parkade_cache.ids import NO_KEY, BlockKey, PackId
+from parkade_cache.ids import BlockKey, PackId
 from parkade_cache.ledger import DiskState
 from parkade_cache.mover import BlockMeta, JobId, JobOutcome, Mover, PackOrder, PackWritten, SlotBlock
 from parkade_cache.receipts import ReceiptKind
@@ -255,11 +255,10 @@ class DiskTier:
 
     def _meta(self, row: int) -> BlockMeta:
         ledger = self.state.ledger
-        parent = ledger.parent[row]
         key = ledger.key[row]
         return BlockMeta(
             key=key,
-            parent=ledger.key[parent] if parent >= 0 else NO_KEY,
+            parent=self.state.parent_on_disk(row),
             end_token=ledger.end_token[row],
             group=self.state.group_of(key),
         )
@@ -395,7 +394,7 @@ class DiskTier:
         ledger = state.ledger
         with state.lock:
             rows = self._streamed_rows(stream)
-            lost = sum(1 for row in rows if not ledger.ram[row])
+            lost = stream.lost + turn.uncached + sum(1 for row in rows if not ledger.ram[row])
             for row in rows:
                 ledger.disk_gone(row)
                 ledger.forget_if_dead(row)

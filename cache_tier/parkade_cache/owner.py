@@ -79,6 +79,7 @@ class Owner:
         self._stopping = threading.Event()
         self._threads: list[threading.Thread] = []
         self._touched_at = float("-inf")
+        self.deciding = False
         self._counted_lost: set[ConversationId] = set()
         self._unsubscribe: Callable[[], None] = _nothing
 
@@ -197,7 +198,9 @@ class Owner:
         """Wait for something to decide: requests that wait for RAM come first. None when the owner stops."""
         state = self.state
         with state.lock:
+            self.deciding = False
             while not self._stopping.is_set():
+                self.deciding = bool(state.wishes or self._policy_changes or state.captured)
                 if state.wishes:
                     wish = state.wishes.popleft()
                     return lambda: self.admission.serve(wish)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from parkade_cache.conversations import Conversation, Conversations, Tip
 from parkade_cache.errors import ParkadeError
-from parkade_cache.ids import BlockKey, ConversationId, PackId, RequestId
+from parkade_cache.ids import NO_KEY, BlockKey, ConversationId, PackId, RequestId
 from parkade_cache.ledger import DiskState, Ledger
 from parkade_cache.metrics import CacheMetrics
 from parkade_cache.mover import JobId
@@ -266,6 +266,15 @@ class CacheState:
             for row in rows
             if ledger.ram[row] and ledger.disk[row] != DiskState.PUBLISHED and self.keeps_on_disk(row)
         )
+
+    def parent_on_disk(self, row: int) -> BlockKey:
+        """The parent a pack records: for recurrent state the nearest one that stays on disk for good (D7)."""
+        ledger = self.ledger
+        parent = ledger.parent[row]
+        if self.recurrent_groups and self.group_of(ledger.key[row]) in self.recurrent_groups:
+            while parent >= 0 and ledger.children[parent] == 1 and ledger.parent[parent] >= 0:
+                parent = ledger.parent[parent]
+        return ledger.key[parent] if parent >= 0 else NO_KEY
 
     def add_drop_receipt(self, conversation: ConversationId, reason: str, blocks: int, *, tier: str) -> None:
         """A conversation has lost blocks: count it, and say so (section 7)."""

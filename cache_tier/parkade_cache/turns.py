@@ -28,6 +28,8 @@ class StreamPack:
     failed: bool = False
     reason: str = ""
     ended: bool = False
+    lost: int = 0
+    """Blocks that were to be streamed and are nowhere because the stream was given up."""
     rows: list[int] = field(default_factory=list)
     """Ledger rows announced for it; some may have ended otherwise since."""
 

@@ -296,6 +296,9 @@ class MoverHub(Mover):
             self._closed = True
             peers = list(self._peers.values())
             owed = [(found.order, rank) for found in self._open.values() for rank in found.ranks]
+        with contextlib.suppress(OSError):
+            # Closing alone does not wake the thread that waits for a peer.
+            self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         for peer in peers:
             peer.close()
@@ -342,6 +345,9 @@ class MoverPeer:
         except FormatError as error:
             _log.error("the owner sent something that is no order: %s", error)
         self.close()
+        with self._lock:
+            self._connection = None
+            connection.close()
 
     def _obey(self, mover: LocalMover, order: Order) -> None:
         """Carry an order out; one that cannot be is answered, so that no decision waits for it."""

@@ -30,8 +30,6 @@ from parkade_cache.mover import (
     not_released,
 )
 
-_T = TypeVar("_T")
-
 _LENGTH = struct.Struct("<I")
 MAX_FRAME_BYTES = 256 << 20
 """Larger frames are nobody's: a million-block order is about 150 MB."""

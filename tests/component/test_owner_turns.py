@@ -105,7 +105,8 @@ def test_r4_a_read_that_hangs_is_given_up_and_writes_into_no_engine_block_afterw
     assert running.match() == 6
     pod.fs.held.clear()
     done = running.load()
-    assert done is not None and done.failed == (-1,)
+    assert done is not None
+    assert done.failed == (-1,)
     planes = pod.device.planes[0]
     for block in running.blocks:
         planes[block] = 7

@@ -109,6 +109,8 @@ class Pod:
     recurrent_groups: frozenset[int] = frozenset()
     read_deadline_s: float = 10.0
     admission_patience_s: float = 10.0
+    measures_prompts: bool = False
+    """Computing takes no time here: once its speed is known, no restore is worth it (R3)."""
 
     def __post_init__(self) -> None:
         document: dict[str, object] = {
@@ -197,7 +199,7 @@ class Pod:
         chain = block_keys(tokens, salt=salt)
         with self.state.lock:
             turn = self.cache.begin(
-                RequestId(f"r{next(self._requests)}"),
+                self.next_request(),
                 conversation=ConversationId(conversation) if conversation is not None else None,
                 keys=lambda: [chain],
                 prompt_tokens=len(tokens),
@@ -253,6 +255,9 @@ class Pod:
         self._next_block = (self._next_block + count) % self.device_blocks
         return blocks
 
+    def next_request(self) -> RequestId:
+        return RequestId(f"r{next(self._requests)}")
+
     def next_job(self) -> JobId:
         return JobId(next(self._jobs))
 
@@ -284,6 +289,7 @@ class Pod:
         state = self.state
         self.until(
             lambda: not (state.turns or state.finished_streams or state.wishes or state.captured)
+            and not self.owner.deciding
             and not any(c.writing for c in state.conversations)
             and (self.owner.disk is None or not self.owner.disk.backlog_bytes),
             "nothing is under way",
@@ -345,11 +351,14 @@ class Running:
         self.outcome = "finished"
         self.offer_all = False
 
+    def await_gate(self) -> None:
+        while self.pod.cache.still_waiting(self.turn):
+            time.sleep(0.0005)
+
     def match(self, engine_blocks: int = 0) -> int:
         pod = self.pod
         deadline = time.monotonic() + 5
-        while pod.cache.still_waiting(self.turn):
-            time.sleep(0.0005)
+        self.await_gate()
         while True:
             with pod.state.lock:
                 found, retry = engine_blocks, False
@@ -368,8 +377,7 @@ class Running:
                     return self.matched_blocks
                 pod.cache.waiting(self.turn)
             assert time.monotonic() < deadline, "the match never became final"
-            while pod.cache.still_waiting(self.turn):
-                time.sleep(0.0005)
+            self.await_gate()
 
     def load(self, first: int = 0) -> TransferDone | None:
         pod = self.pod
@@ -410,8 +418,9 @@ class Running:
             self.pod.device.planes[0][self.blocks[index]] = block_bytes(self.chain[index])
         self.stored = 0 if self.offer_all else max(self.stored, self.matched_blocks)
         self.store(self.stored, len(self.chain))
-        with self.pod.state.lock:
-            self.pod.cache.prompt_read(self.turn)
+        if self.pod.measures_prompts:
+            with self.pod.state.lock:
+                self.pod.cache.prompt_read(self.turn)
 
     def reply(self, tokens: Sequence[int]) -> None:
         if not tokens:
@@ -545,3 +554,40 @@ def _check_tree(state: CacheState, rows: list[int]) -> None:
 
 def _depth(ledger: Ledger, row: int) -> int:
     return sum(1 for _ in ledger.ancestors(row))
+
+
+def hybrid_begin(pod: Pod, name: str, tokens: Sequence[int], states: list[BlockKey]) -> Running:
+    """A request of a model whose second KV group holds recurrent state."""
+    chain = block_keys(tokens)
+    with pod.state.lock:
+        turn = pod.cache.begin(
+            pod.next_request(),
+            conversation=ConversationId(name),
+            keys=lambda: [chain, states],
+            prompt_tokens=len(tokens),
+            block_tokens=BLOCK_TOKENS,
+        )
+    return Running(pod, turn, list(tokens), chain, "")
+
+
+def hybrid_store(pod: Pod, running: Running, keys: list[BlockKey], states: Sequence[int]) -> None:
+    """Offer every attention block, and the state after these numbers of blocks."""
+    offered = running.offers(0, len(running.chain))
+    offered += [
+        OfferedBlock(key=keys[n - 1], parent=keys[n - 2] if n > 1 else NO_KEY, end_token=n * BLOCK_TOKENS, group=1)
+        for n in states
+    ]
+    with pod.state.lock:
+        plan = pod.cache.plan_store(running.turn, offered)
+    blocks = tuple(DeviceBlock(offered[n].group, n) for n in plan.accepted)
+    for n in plan.accepted:
+        pod.device.planes[offered[n].group][n] = block_bytes(offered[n].key)
+    job = pod.next_job()
+    pod.mover.store(StoreJob(job, blocks, plan.targets))
+    done = pod.await_transfer(job)
+    with pod.state.lock:
+        pod.cache.store_done(
+            running.turn,
+            [offered[n].key for n in plan.accepted],
+            frozenset(offered[plan.accepted[position]].key for position in done.failed),
+        )

@@ -1,7 +1,7 @@
 """``parkade bench NAME``: measures on this machine what Parkade promises, next to what it is measured against.
 
-Each benchmark is a module with ``run(...)`` that returns plain ``sizes``, ``figures`` and ``ratios``; it is imported only
-when it is asked for. Here the result gets its name, version and machine, and becomes a table or a JSON file.
+Each benchmark is a module with ``run(...)`` that returns plain ``sizes``, ``figures`` and ``ratios``; it is imported
+only when it is asked for. Here the result gets its name, version and machine, and becomes a table or a JSON file.
 """
 
 from __future__ import annotations

@@ -79,8 +79,6 @@ def _whole(section: Mapping[str, Any], name: str) -> int:
 
 
 def _longest_hook(hooks: Mapping[str, Any]) -> tuple[str, float]:
-    times = {
-        name: float(entry.get("max_seconds", 0.0)) for name, entry in hooks.items() if isinstance(entry, Mapping)
-    }
+    times = {name: float(entry.get("max_seconds", 0.0)) for name, entry in hooks.items() if isinstance(entry, Mapping)}
     name = max(times, key=times.__getitem__, default="")
     return name, max(times.get(name, 0.0), float(hooks.get("longest_seconds") or 0.0))

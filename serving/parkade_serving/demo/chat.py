@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from parkade_cache.errors import ParkadeError
 from parkade_serving.demo.figures import TurnFigures, common_prefix, resumable_tokens
@@ -15,7 +15,7 @@ from parkade_serving.demo.script import ConversationScript
 if TYPE_CHECKING:
     from openai import OpenAI
 
-REPLY_TOKENS: Final = 12
+REPLY_TOKENS: Final = 10
 _TIMEOUT_S: Final = 600.0
 _ANY_KEY: Final = "none"
 
@@ -110,7 +110,7 @@ class Chat:
         try:
             stream = self._client.chat.completions.create(
                 model=SERVED_NAME,
-                messages=messages,  # type: ignore[arg-type]  # plain dictionaries of the right shape
+                messages=cast("Any", messages),  # plain dictionaries of the right shape
                 stream=True,
                 stream_options={"include_usage": True},
                 temperature=0,

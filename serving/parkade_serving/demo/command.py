@@ -42,7 +42,7 @@ _MOST_TOGETHER: Final = 2
 
 
 class DemoUnavailableError(ParkadeError, OSError):
-    """This machine cannot run the demo; the message says what is missing."""
+    """The demo cannot be run here; the message says what is missing."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -65,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
     """The options of ``parkade demo``."""
     made = Parser(
         prog="parkade demo",
-        description="Conversations take turns on a real engine under a tight memory limit, through a restart and a kill.",
+        description="Conversations take turns on a real engine with little memory, through a restart and a kill.",
         epilog=_EPILOG,
     )
     names = ",".join(plan.name for plan in RUNS)
@@ -76,9 +76,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--keep", action="store_true", help="leave the spilled conversations, receipts and logs there")
     made.add_argument("--port", type=int, metavar="N", help="first port to use; default any that is free")
     made.add_argument(
-        "--cores", metavar="LIST", help="for the engine's computing threads, such as 0-3; default all of a small machine"
+        "--cores", metavar="LIST", help="for the engine's computing threads, such as 0-3; default all of a small one"
     )
-    made.add_argument("--together", type=int, metavar="N", help="engines that may start side by side; default by memory")
+    made.add_argument("--together", type=int, metavar="N", help="engines that start side by side; default by memory")
     return made
 
 
@@ -99,12 +99,10 @@ def _run(options: argparse.Namespace, folder: Path, console: Console) -> int:
     runs: list[RunFigures] = []
     for group in _batched(options.runs, together):
         runs.extend(runner.run_together([(plan, _budget_bytes(plan)) for plan in group]))
-    return _report(runs, options, folder, console, model)
+    return _report(runs, options, folder, console)
 
 
-def _report(
-    runs: Sequence[RunFigures], options: argparse.Namespace, folder: Path, console: Console, model: str
-) -> int:
+def _report(runs: Sequence[RunFigures], options: argparse.Namespace, folder: Path, console: Console) -> int:
     verdicts = judge({run.name: run for run in runs})
     console.plain(f"\n{table(runs)}\n")
     if verdicts:
@@ -169,7 +167,8 @@ def _working_folder(parent: Path | None, *, keep: bool) -> Iterator[Path]:
         base.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix="demo-", dir=base))
     except OSError as error:
-        raise DemoUnavailableError(f"{base} cannot be used ({error.strerror}); name another folder with --dir") from None
+        reason = f"{base} cannot be used ({error.strerror}); name another folder with --dir"
+        raise DemoUnavailableError(reason) from None
     try:
         yield folder
     finally:

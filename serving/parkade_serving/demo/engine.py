@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -25,7 +26,10 @@ START_TIMEOUT_S: Final = 600.0
 STOP_TIMEOUT_S: Final = 180.0
 _GONE_TIMEOUT_S: Final = 20.0
 _POLL_S: Final = 0.25
-_TAIL_LINES: Final = 30
+_TAIL_LINES: Final = 12
+_CAUSES: Final = 4
+_CAUSE: Final = re.compile(r"\b\w*(?:Error|Exception): .+")
+_HARMLESS: Final = re.compile(r"\b(?:INFO|WARNING)\b")
 
 Waiting = Callable[[float], None]
 """Called now and then with the seconds waited so far."""
@@ -113,12 +117,18 @@ class Engine:
         self._child.wait(timeout=_GONE_TIMEOUT_S)
 
     def tail(self) -> str:
-        """The end of what it printed."""
+        """What it printed about errors, and the end of what it printed."""
         try:
             lines = self.log.read_text(errors="replace").splitlines()
         except OSError:
             return ""
-        return "\n".join(lines[-_TAIL_LINES:])
+        # The cause of a failure is far above the end: each process up to the first adds a traceback of its own.
+        causes = list(
+            dict.fromkeys(
+                match.group() for line in lines if not _HARMLESS.search(line) and (match := _CAUSE.search(line))
+            )
+        )
+        return "\n".join([*causes[:_CAUSES], "...", *lines[-_TAIL_LINES:]])
 
     def _look(self) -> None:
         """Remember all descendants: once their parents are gone they could not be found any more."""

@@ -6,6 +6,7 @@ What must stay true: the runs differ in the cache and in nothing else.
 from __future__ import annotations
 
 import enum
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ _KV_MEMORY: Final = "1G"
 """Only an upper bound, which also keeps the engine from asking for most of the machine's memory."""
 
 _SMALL_MACHINE_CORES: Final = 4
+_STARTUP: Final = Path(__file__).parent / "startup"
 _FAST_BFLOAT16: Final = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 
 
@@ -121,17 +123,22 @@ def choose_cores(usable: Sequence[int]) -> str | None:
 
 
 def engine_environment(base: Mapping[str, str], choice: EngineChoice) -> dict[str, str]:
-    """Variables for the engine: no model hub, no usage reports, and the cores that were chosen.
+    """Variables for the engine: no model hub, no usage reports, a faster start, and the cores that were chosen.
 
     Computing threads that spin while they wait would take their cores from the engine's own scheduler: they sleep.
     """
-    changed = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"} | dict(base) | {
-        "HF_HUB_OFFLINE": "1",
-        "TRANSFORMERS_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "DO_NOT_TRACK": "1",
-        "PYTHONUNBUFFERED": "1",
-    }
+    changed = (
+        {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
+        | dict(base)
+        | {
+            "HF_HUB_OFFLINE": "1",
+            "TRANSFORMERS_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "DO_NOT_TRACK": "1",
+            "PYTHONUNBUFFERED": "1",
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(_STARTUP), base.get("PYTHONPATH")])),
+        }
+    )
     if choice.cores is not None:
         changed["VLLM_CPU_OMP_THREADS_BIND"] = choice.cores
     return changed

@@ -32,7 +32,9 @@ def table(runs: Sequence[RunFigures]) -> str:
     label_width = max(len(label) for label, _ in rows)
     widths = [max(len(values[column]) for _, values in rows) for column in range(len(runs))]
     lines = [
-        label.ljust(label_width) + _GAP + _GAP.join(value.rjust(width) for value, width in zip(values, widths, strict=True))
+        _GAP.join(
+            [label.ljust(label_width), *(value.rjust(width) for value, width in zip(values, widths, strict=True))]
+        )
         for label, values in rows
     ]
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])

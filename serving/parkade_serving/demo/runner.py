@@ -72,7 +72,13 @@ class Runner:
     """Carries out runs in ``folder`` with one script."""
 
     def __init__(
-        self, choice: EngineChoice, script: DemoScript, *, folder: Path, console: Console, pick_port: PickPort = free_port
+        self,
+        choice: EngineChoice,
+        script: DemoScript,
+        *,
+        folder: Path,
+        console: Console,
+        pick_port: PickPort = free_port,
     ) -> None:
         self._choice = choice
         self._script = script

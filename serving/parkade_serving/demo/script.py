@@ -17,9 +17,9 @@ from parkade_serving.demo.agent import SYSTEM_PROMPT
 ROUNDS_BEFORE: Final = 3
 ROUNDS_AFTER: Final = 2
 
-FIRST_PROMPT_TOKENS: Final = 1950
+FIRST_PROMPT_TOKENS: Final = 1900
 """About 2,000 with what the chat template adds."""
-LATER_TOKENS: Final = 250
+LATER_TOKENS: Final = 240
 """About 300 with the question and what the chat template adds."""
 
 _SOURCES: Final = {"ada": "argparse", "ben": "tarfile", "cyd": "inspect", "new": "zipfile"}
