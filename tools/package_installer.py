@@ -20,6 +20,8 @@ from pathlib import Path
 
 HEARTBEAT_S = 10.0
 _TAIL_LINES = 25
+_SECTIONS = ("global", "install", ":env:")
+"""Of pip's configuration, the weakest first."""
 
 
 class InstallError(SystemExit):
@@ -40,17 +42,20 @@ class StepResult:
 
 
 def parse_pip_configuration(listing: str) -> dict[str, list[str]]:
-    """Values per option of ``pip config list``, weakest first; several values of one line are split.
+    """Values per option of ``pip config list`` that count for installing, weakest first.
 
-    >>> parse_pip_configuration("global.find-links='/a'")
-    {'find-links': ['/a']}
+    >>> parse_pip_configuration("global.find-links='/a /b'")
+    {'find-links': ['/a', '/b']}
     """
-    found: dict[str, list[str]] = {}
+    entries: list[tuple[int, str, str]] = []
     for line in listing.splitlines():
         name, separator, value = line.partition("=")
-        if separator:
-            option = name.rpartition(".")[2]
-            found.setdefault(option, []).extend(str(ast.literal_eval(value)).split())
+        section, _, option = name.rpartition(".")
+        if separator and section in _SECTIONS:
+            entries.append((_SECTIONS.index(section), option, value))
+    found: dict[str, list[str]] = {}
+    for _, option, value in sorted(entries, key=lambda entry: entry[0]):
+        found.setdefault(option, []).extend(str(ast.literal_eval(value)).split())
     return found
 
 

@@ -98,24 +98,23 @@ class Conversations:
     def used(self, conversation: Conversation, *, now: float) -> None:
         """The conversation has just been used: it is the last to go."""
         conversation.last_used = max(conversation.last_used, now)
-        if conversation.id in self._by_id:
-            self._by_id.move_to_end(conversation.id)
+        self.put_last(conversation)
 
     def insert_old(self, conversation: Conversation) -> None:
         """Bring back a conversation found at start, newest first: it goes before all that are known."""
         self._by_id[conversation.id] = conversation
         self._by_id.move_to_end(conversation.id, last=False)
 
-    def sort_by_last_use(self) -> None:
-        """Old conversations came back in the order of their packs; victims go in the order of last use (D6)."""
-        self._by_id = OrderedDict(sorted(self._by_id.items(), key=lambda item: item[1].last_used))
+    def put_last(self, conversation: Conversation) -> None:
+        """The conversation is the last to go, as far as it is known."""
+        if self._by_id.get(conversation.id) is conversation:
+            self._by_id.move_to_end(conversation.id)
 
     # -- which may have something to write -----------------------------------------------------------------
 
-    @property
-    def dirty(self) -> list[Conversation]:
+    def dirty(self) -> Iterator[Conversation]:
         """Those that may have blocks in RAM only, the one that has waited longest first."""
-        return list(self._dirty.values())
+        return iter(self._dirty.values())
 
     def mark_dirty(self, conversation: Conversation) -> None:
         """The conversation may have blocks in RAM only; it is the last to be written behind."""

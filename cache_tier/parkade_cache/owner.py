@@ -292,13 +292,21 @@ class Owner:
                 conversation.retry_write_at = state.clock.monotonic() + 5.0
 
     def _next_to_write(self, idle_seconds: float) -> Conversation | None:
-        """Idle ones first; above the watermark one in use is better than none."""
+        """The one that has waited longest, once it is idle; above the watermark at once, in use or not.
+
+        They wait in the order of their last stores: where the first is not idle yet, none is.
+        """
         state = self.state
         now, monotonic = state.clock.wall(), state.clock.monotonic()
-        ready = [c for c in state.conversations.dirty if not c.writing and c.retry_write_at <= monotonic]
-        if self._over_watermark():
-            return next((c for c in ready if not c.busy), ready[0] if ready else None)
-        return next((c for c in ready if not c.busy and now - c.last_used >= idle_seconds), None)
+        over = self._over_watermark()
+        in_use: Conversation | None = None
+        for conversation in state.conversations.dirty():
+            if conversation.writing or conversation.retry_write_at > monotonic:
+                continue
+            if not conversation.busy:
+                return conversation if over or now - conversation.last_used >= idle_seconds else None
+            in_use = in_use or conversation
+        return in_use if over else None
 
     def _over_watermark(self) -> bool:
         state = self.state

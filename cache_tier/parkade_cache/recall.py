@@ -58,8 +58,8 @@ class Recall:
         except (ParkadeError, OSError) as error:
             self._disk.failed("recover", error)
         self._give_conversations()
+        self._sort()
         with state.lock:
-            state.conversations.sort_by_last_use()
             state.recovering = False
             state.changed()
             state.wake.notify_all()
@@ -175,6 +175,22 @@ class Recall:
         owner = state.packs[ledger.pack[row]].conversation
         conversation = state.conversations.open(owner, now=0.0)
         state.add_tip(conversation, Tip(rows=(row,), tokens=ledger.end_token[row], last_used=0.0))
+
+    def _sort(self) -> None:
+        """They came back in the order of their packs; victims go in the order of last use (D6)."""
+        state = self._state
+        with state.lock:
+            known = list(state.conversations)
+        order = sorted((conversation.last_used, number) for number, conversation in enumerate(known))
+        for part in _slices(order):
+            with state.lock:
+                for _, number in part:
+                    state.conversations.put_last(known[number])
+        with state.lock:
+            # Those that were used meanwhile are the last again.
+            used = [known[number] for last_used, number in order if known[number].last_used > last_used]
+            for conversation in sorted(used, key=lambda one: one.last_used):
+                state.conversations.put_last(conversation)
 
     def _drop_if_empty(self, owner: ConversationId) -> None:
         conversation = self._state.conversations.get(owner)

@@ -87,8 +87,10 @@ def summarise(state: CacheState, disk: DiskTier | None, identity: IdentityFacts,
     """The pod's cache in numbers; what only the owner knows (hooks, readiness) is its to add."""
     slot = state.geometry.pod_slot_bytes
     with state.lock:
+        known = list(state.conversations) if state.spill_on else []
+    on_disk = sum(1 for conversation in known if conversation.on_disk and conversation.tips)
+    with state.lock:
         ledger = state.ledger
-        on_disk = sum(1 for c in state.conversations if c.on_disk and c.tips) if state.spill_on else 0
         counts = {"conversations": on_disk, "blocks": ledger.disk_blocks}
         summary: dict[str, Any] = {
             "version": __version__,

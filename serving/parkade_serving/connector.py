@@ -34,7 +34,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from vllm.forward_context import ForwardContext
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
@@ -117,8 +117,18 @@ class ParkadeConnector(OffloadingConnector):
         self._worker_side: _WorkerSide | None = None
         if self.connector_scheduler is not None:
             self._scheduler_side = _SchedulerSide(self)
+            self._scheduler_side.state.recurrent_groups = self._recurrent_groups(kv_cache_config)
         else:
             self._worker_side = _WorkerSide(self)
+
+    def _recurrent_groups(self, kv_cache_config: KVCacheConfig) -> frozenset[int]:
+        """Positions of the KV groups that hold recurrent state, of which disk keeps the deepest and the root (D7)."""
+        rank = self.at_scheduler.runtime.group_rank
+        return frozenset(
+            position
+            for group_id, position in rank.items()
+            if isinstance(kv_cache_config.kv_cache_groups[group_id].kv_cache_spec, MambaSpec)
+        )
 
     # -- scheduler side --------------------------------------------------------------------------------
 

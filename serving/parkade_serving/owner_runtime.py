@@ -179,8 +179,7 @@ class OwnerRuntime:
 
     def reset(self) -> None:
         """Forget every conversation in every tier."""
-        for conversation in list(self.owner.state.conversations):
-            self.owner.forget(conversation.id)
+        self.owner.reset()
 
     def stop(self) -> None:
         """Write out what is left, then stop."""

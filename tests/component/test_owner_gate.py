@@ -142,6 +142,24 @@ def test_case_51_a_deadline_drops_the_conversation_and_leaves_nothing_of_it(pod:
     pod.check()
 
 
+def test_case_51_a_write_that_ends_after_its_deadline_is_not_published(pod: Pod) -> None:
+    park(pod, "a")
+    admission = pod.owner.admission
+    admission._begin_tally()
+    admission._tally.deadline = pod.state.clock.monotonic() + 0.1
+    pod.mover.cancel = lambda job: None  # type: ignore[method-assign]
+    pod.fs.held.clear()
+    pod.mover._urgent_lane.submit(lambda: pod.fs.held.wait(20))
+    assert admission.let_go(ConversationId("a"), reason="gate")
+    assert pod.outcomes(ReceiptKind.DROP, "a") == [("dropped", "deadline")]
+    pod.fs.held.set()
+    pod.settle()
+    assert pod.packs() == []
+    assert pod.state.ledger.disk_blocks == 0
+    pod.until(lambda: pod.state.ledger.ram_blocks == 0, "its RAM is free once the write has let it go")
+    pod.check()
+
+
 def test_case_53_what_is_published_is_not_written_again(pod: Pod) -> None:
     park(pod, "a")
     pod.evict("a")
@@ -216,6 +234,18 @@ def test_g4_a_prefix_the_incoming_prompt_shares_stays_in_ram_with_its_only_keepe
     running.load()
     running.compute()
     assert running.finish().receipt.reused_ram_tokens == 8 * BLOCK_TOKENS
+
+
+def test_g4_extents_that_the_incoming_prompt_needs_do_not_count_as_freeable(pod: Pod) -> None:
+    pod.turn("a", prompt("a", 15, shared=8))
+    park(pod, "b", "c", "d")
+    for name in "bcd":
+        pod.owner.pin(ConversationId(name), pinned=True)
+    running = pod.begin("e", prompt("e", 22, shared=8))
+    assert running.match() == 8
+    assert running.turn.ram_refused == "budget", "two extents were wanted, and one can be had"
+    assert evicted(pod) == []
+    running.finish()
 
 
 def test_g5_a_need_that_eviction_cannot_meet_evicts_nobody(pod: Pod) -> None:

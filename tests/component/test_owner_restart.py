@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,10 @@ import pytest
 from support.pod import BLOCK_BYTES, BLOCK_TOKENS, EIGHT_EXTENTS, Pod, prompt
 
 from parkade_cache.ids import ConversationId
+from parkade_cache.mover import SlotBlock, WrittenEntry
 from parkade_cache.recall import Recall
 from parkade_cache.receipts import ReceiptKind
-from parkade_cache.spill import RecoveredPack
+from parkade_cache.spill import PackWriter, RecoveredPack
 
 MORE = list(range(9 * BLOCK_TOKENS))
 
@@ -175,7 +176,9 @@ def test_s2_a_pack_of_a_write_that_was_killed_is_cleaned_up(life: Life) -> None:
     assert pod.turn("a", prompt("a", 20)).reused == 0
 
 
-def test_s3_a_request_during_recovery_finds_what_is_indexed_and_does_not_wait(life: Life, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s3_a_request_during_recovery_finds_what_is_indexed_and_does_not_wait(
+    life: Life, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pod = life()
     for name in "abc":
         pod.turn(name, prompt(name, 15))
@@ -205,7 +208,9 @@ def test_s3_a_request_during_recovery_finds_what_is_indexed_and_does_not_wait(li
     pod.check()
 
 
-def test_s3_no_block_goes_because_its_conversation_is_not_known_yet(life: Life, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s3_no_block_goes_because_its_conversation_is_not_known_yet(
+    life: Life, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A block that a short request held and let go during recovery was taken for one that nobody needs."""
     pod = life()
     pod.turn("a", prompt("a", 15))
@@ -283,7 +288,9 @@ def test_a_crash_forgets_at_most_a_few_seconds_of_that_order(life: Life, monkeyp
     assert [str(conversation.id) for conversation in pod.state.conversations] == ["b", "a"]
 
 
-def test_case_45_and_46_a_smaller_capacity_lets_the_oldest_go_at_the_start_and_keeps_the_shared_prefix(life: Life) -> None:
+def test_case_45_and_46_a_smaller_capacity_lets_the_oldest_go_at_the_start_and_the_shared_prefix_stays(
+    life: Life,
+) -> None:
     pod = life()
     for name in "ab":
         pod.turn(name, prompt(name, 20, shared=8))
@@ -314,5 +321,43 @@ def test_a_recovered_conversation_can_be_forgotten(life: Life) -> None:
     pod.stop()
     pod = life()
     pod.owner.forget(ConversationId("a"))
+    assert pod.packs() == []
+    pod.check()
+
+
+def test_two_ranks_keep_a_share_of_every_block_and_one_index(life: Life) -> None:
+    """The ranks' answers were published in the order in which they came, which the store refuses."""
+    pod = life(ranks=2)
+    parked = pod.turn("parked", prompt("parked", 15, shared=4))
+    streamed = pod.turn("streamed", prompt("streamed", 170, shared=4))
+    pod.settle()
+    assert streamed.receipt.detail is not None
+    assert streamed.receipt.detail["park_refusal"] == "over_budget"
+    pod.evict("parked")
+    assert len(pod.packs()) == 4
+    assert pod.turn("parked", [*parked.tokens, *MORE]).reused == 15 * BLOCK_TOKENS
+    pod.settle()
+    pod.check()
+    pod.stop()
+    pod = life(ranks=2)
+    assert pod.turn("streamed", streamed.tokens).reused == 170 * BLOCK_TOKENS
+    pod.settle()
+    pod.check()
+
+
+def test_a_pack_that_one_rank_could_not_write_is_no_pack(life: Life) -> None:
+    pod = life(ranks=2)
+    pod.turn("a", prompt("a", 15))
+    pod.settle()
+    append = pod.movers[1]._append_slots
+
+    def fails(writer: PackWriter, unit: Sequence[SlotBlock]) -> list[WrittenEntry]:
+        append(writer, unit)
+        raise OSError(5, "simulated")
+
+    pod.movers[1]._append_slots = fails  # type: ignore[method-assign]
+    pod.evict("a")
+    assert pod.outcomes(ReceiptKind.EVICT) == [("failed", "gate")]
+    assert pod.outcomes(ReceiptKind.DROP) == [("dropped", "failed")]
     assert pod.packs() == []
     pod.check()

@@ -313,6 +313,20 @@ def test_two_turns_that_compute_the_same_block_do_not_make_each_other_s_copy_fin
     second.finish()
 
 
+def test_a_block_offered_again_while_it_is_stored_is_stored_once(pod: Pod) -> None:
+    running = pod.begin("A", prompt("a", 4))
+    running.match()
+    with pod.state.lock:
+        running.turn.ram_refused = "low_memory"
+        assert pod.cache.plan_store(running.turn, running.offers(0, 4)).accepted == (0, 1, 2, 3)
+        running.turn.ram_refused = ""
+        assert pod.cache.plan_store(running.turn, running.offers(0, 4)).accepted == ()
+        pod.cache.store_done(running.turn, running.chain, frozenset(running.chain))
+    running.finish()
+    pod.settle()
+    pod.check()
+
+
 def test_an_aborted_request_that_matched_nothing_leaves_no_conversation(pod: Pod) -> None:
     pod.turn("A", prompt("a", 10))
     running = pod.begin("B", prompt("a", 10))

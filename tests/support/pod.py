@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,12 +23,12 @@ from parkade_cache.arena import Arena
 from parkade_cache.cache import Found, OfferedBlock
 from parkade_cache.conversations import Conversation
 from parkade_cache.device import DeviceBlock, HostDevice
-from parkade_cache.ids import NO_KEY, BlockKey, ConversationId, RequestId
+from parkade_cache.ids import NO_KEY, BlockKey, ConversationId, PackId, RequestId
 from parkade_cache.ledger import DiskState, Ledger, RamState
 from parkade_cache.local_mover import LocalMover
 from parkade_cache.memory.reading import MemorySampler, Reading, ReadingSource
 from parkade_cache.metrics import CacheMetrics
-from parkade_cache.mover import JobId
+from parkade_cache.mover import JobId, Mover, PackOrder, SlotBlock
 from parkade_cache.owner import IdentityFacts, Owner
 from parkade_cache.policy import PolicyBox, parse_policy
 from parkade_cache.receipts import Receipt, ReceiptKind, ReceiptLog
@@ -69,6 +69,57 @@ class SettableSampler(MemorySampler):
         )
 
 
+class Fan(Mover):
+    """The movers of several ranks in this process; the last rank is told first, so that answers come out of order."""
+
+    def __init__(self, movers: Sequence[LocalMover]) -> None:
+        self._movers = movers[::-1]
+
+    def attach(self, identity_folder: str, identity: str, *, direct: bool) -> None:
+        for mover in self._movers:
+            mover.attach(identity_folder, identity, direct=direct)
+
+    def commit(self, job: JobId, extents: Sequence[int]) -> None:
+        for mover in self._movers:
+            mover.commit(job, extents)
+
+    def release(self, job: JobId, extents: Sequence[int]) -> None:
+        for mover in self._movers:
+            mover.release(job, extents)
+
+    def release_heap(self, job: JobId) -> None:
+        for mover in self._movers:
+            mover.release_heap(job)
+
+    def write(self, job: JobId, order: PackOrder, blocks: Sequence[SlotBlock], *, urgent: bool) -> None:
+        for mover in self._movers:
+            mover.write(job, order, blocks, urgent=urgent)
+
+    def cancel(self, job: JobId) -> None:
+        for mover in self._movers:
+            mover.cancel(job)
+
+    def open_stream(self, order: PackOrder, expected_bytes: int) -> None:
+        for mover in self._movers:
+            mover.open_stream(order, expected_bytes)
+
+    def finish_stream(self, job: JobId, order: PackOrder) -> None:
+        for mover in self._movers:
+            mover.finish_stream(job, order)
+
+    def abort_stream(self, job: JobId, pack: PackId, reason: str) -> None:
+        for mover in self._movers:
+            mover.abort_stream(job, pack, reason)
+
+    def forget_pack(self, pack: PackId) -> None:
+        for mover in self._movers:
+            mover.forget_pack(pack)
+
+    def close(self) -> None:
+        for mover in self._movers:
+            mover.close()
+
+
 class MortalFileSystem(FaultyFileSystem):
     """The real file system until ``dead`` or ``broken`` is set: then nothing is done any more, and callers are told.
 
@@ -106,6 +157,7 @@ class Pod:
     fs: MortalFileSystem = field(default_factory=MortalFileSystem)
     model: str = "test"
     groups: int = 1
+    ranks: int = 1
     recurrent_groups: frozenset[int] = frozenset()
     read_deadline_s: float = 10.0
     admission_patience_s: float = 10.0
@@ -125,10 +177,15 @@ class Pod:
                 **self.spill,
             }
         self.policy = PolicyBox(parse_policy(document))
-        self.geometry = Geometry.plan(block_bytes=BLOCK_BYTES, parked_max_bytes=self.parked_max)
-        self.device = HostDevice(
-            [np.zeros((self.device_blocks, BLOCK_BYTES), dtype=np.uint8) for _ in range(self.groups)]
+        self.geometry = Geometry.plan(
+            block_bytes=BLOCK_BYTES, parked_max_bytes=self.parked_max * self.ranks, ranks=self.ranks
         )
+        # Every rank has the same bytes: what a block must hold does not depend on who holds it.
+        self.devices = [
+            HostDevice([np.zeros((self.device_blocks, BLOCK_BYTES), dtype=np.uint8) for _ in range(self.groups)])
+            for _ in range(self.ranks)
+        ]
+        self.device = self.devices[0]
         self.receipts = ReceiptLog(folder=None)
         self.store = self._open_store()
         self.state = CacheState(
@@ -146,24 +203,29 @@ class Pod:
             store=self.store,
             identity=IdentityFacts("test", "0" * 16, BLOCK_TOKENS, BLOCK_BYTES),
         )
-        self.arena = Arena(
-            extent_bytes=self.geometry.extent_bytes,
-            max_extents=max(1, 4 * self.parked_max // self.geometry.extent_bytes),
-        )
-        self.mover = LocalMover(
-            geometry=self.geometry,
-            arena=self.arena,
-            device=self.device,
-            sink=self.owner.report,
-            fs=self.fs,
-        )
+        self.movers = [self._new_mover(rank) for rank in range(self.ranks)]
+        self.mover, self.arena = self.movers[0], self.movers[0].arena
         self.cache = self.owner.cache
         self._requests = itertools.count(1)
         self._jobs = itertools.count(1)
         self._next_block = 0
         self.ended = False
-        self.owner.start(self.mover)
+        self.owner.start(self.mover if self.ranks == 1 else Fan(self.movers))
         self.settle_recovery()
+
+    def _new_mover(self, rank: int) -> LocalMover:
+        arena = Arena(
+            extent_bytes=self.geometry.extent_bytes,
+            max_extents=max(1, 4 * self.parked_max // self.geometry.extent_bytes),
+        )
+        return LocalMover(
+            geometry=self.geometry,
+            arena=arena,
+            device=self.devices[rank],
+            sink=self.owner.report,
+            rank=rank,
+            fs=self.fs,
+        )
 
     def _open_store(self) -> SpillStore | None:
         if self.folder is None:
@@ -189,7 +251,7 @@ class Pod:
             min_free_bytes=spill.min_free,
             write_budget_bytes_per_hour=spill.write_budget_per_hour,
             block_bytes=BLOCK_BYTES,
-            ranks=1,
+            ranks=self.ranks,
         )
         return SpillStore.open(config, identity, fs=self.fs)
 
@@ -261,14 +323,24 @@ class Pod:
     def next_job(self) -> JobId:
         return JobId(next(self._jobs))
 
-    def await_transfer(self, job: JobId, timeout_s: float = 20.0) -> TransferDone:
-        deadline = time.monotonic() + timeout_s
+    def await_transfer(self, job: JobId) -> TransferDone:
+        """The end of a transfer on every rank: a block that failed on one has failed."""
+        done = [self._await_transfer(mover, job) for mover in self.movers]
+        return replace(done[0], failed=tuple(sorted({position for one in done for position in one.failed})))
+
+    def _await_transfer(self, mover: LocalMover, job: JobId) -> TransferDone:
+        deadline = time.monotonic() + 20
         while time.monotonic() < deadline:
-            for done in self.mover.take_finished():
+            for done in mover.take_finished():
                 if done.job == job:
                     return done
             time.sleep(0.0005)
         raise AssertionError(f"transfer {job} did not end")
+
+    def fill(self, group: int, block: int, key: BlockKey) -> None:
+        """The engine computes a block, every rank its share."""
+        for device in self.devices:
+            device.planes[group][block] = block_bytes(key)
 
     # -- settling -------------------------------------------------------------------------------------------
 
@@ -316,7 +388,8 @@ class Pod:
         self.fs.dead = True
         self.fs.held.set()
         self.owner.end_threads()
-        self.mover.close()
+        for mover in self.movers:
+            mover.close()
         self.fs.bury()
 
     def __enter__(self) -> Self:
@@ -388,7 +461,8 @@ class Running:
             sources = pod.cache.plan_load(self.turn, keys)
         job = pod.next_job()
         blocks = tuple(DeviceBlock(0, block) for block in self.blocks[first : self.matched_blocks])
-        pod.mover.load(LoadJob(job, blocks, tuple(sources), pod.read_deadline_s))
+        for mover in pod.movers:
+            mover.load(LoadJob(job, blocks, tuple(sources), pod.read_deadline_s))
         done = pod.await_transfer(job)
         with pod.state.lock:
             pod.cache.load_done(
@@ -409,13 +483,14 @@ class Running:
 
     def check_loaded(self, first: int = 0) -> None:
         for index in range(first, self.matched_blocks):
-            actual = self.pod.device.planes[0][self.blocks[index]]
-            assert np.array_equal(actual, block_bytes(self.chain[index])), f"block {index} has wrong bytes"
+            for device in self.pod.devices:
+                actual = device.planes[0][self.blocks[index]]
+                assert np.array_equal(actual, block_bytes(self.chain[index])), f"block {index} has wrong bytes"
 
     def compute(self) -> None:
         """The engine computes what was not matched, and offers every block it has not offered yet."""
         for index in range(self.matched_blocks, len(self.chain)):
-            self.pod.device.planes[0][self.blocks[index]] = block_bytes(self.chain[index])
+            self.pod.fill(0, self.blocks[index], self.chain[index])
         self.stored = 0 if self.offer_all else max(self.stored, self.matched_blocks)
         self.store(self.stored, len(self.chain))
         if self.pod.measures_prompts:
@@ -431,7 +506,7 @@ class Running:
         self.chain.extend(fresh)
         self.blocks.extend(self.pod.take_blocks(len(fresh)))
         for index in range(len(self.chain) - len(fresh), len(self.chain)):
-            self.pod.device.planes[0][self.blocks[index]] = block_bytes(self.chain[index])
+            self.pod.fill(0, self.blocks[index], self.chain[index])
         self.store(self.stored, len(self.chain))
 
     def offers(self, first: int, last: int) -> list[OfferedBlock]:
@@ -448,7 +523,7 @@ class Running:
     def store_computed(self, first: int, last: int) -> TransferDone | None:
         """Compute these blocks and store them."""
         for index in range(first, last):
-            self.pod.device.planes[0][self.blocks[index]] = block_bytes(self.chain[index])
+            self.pod.fill(0, self.blocks[index], self.chain[index])
         return self.store(first, last)
 
     def store(self, first: int, last: int, *, cancel: bool = False) -> TransferDone | None:
@@ -463,9 +538,10 @@ class Running:
             return None
         job = pod.next_job()
         blocks = tuple(DeviceBlock(0, self.blocks[first + position]) for position in plan.accepted)
-        pod.mover.store(StoreJob(job, blocks, plan.targets))
-        if cancel:
-            pod.mover.cancel_transfers([job])
+        for mover in pod.movers:
+            mover.store(StoreJob(job, blocks, plan.targets))
+            if cancel:
+                mover.cancel_transfers([job])
         done = pod.await_transfer(job)
         keys = [offered[position].key for position in plan.accepted]
         with pod.state.lock:
@@ -581,7 +657,7 @@ def hybrid_store(pod: Pod, running: Running, keys: list[BlockKey], states: Seque
         plan = pod.cache.plan_store(running.turn, offered)
     blocks = tuple(DeviceBlock(offered[n].group, n) for n in plan.accepted)
     for n in plan.accepted:
-        pod.device.planes[offered[n].group][n] = block_bytes(offered[n].key)
+        pod.fill(offered[n].group, n, offered[n].key)
     job = pod.next_job()
     pod.mover.store(StoreJob(job, blocks, plan.targets))
     done = pod.await_transfer(job)
