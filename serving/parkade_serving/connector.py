@@ -12,9 +12,10 @@ exactly once; failed blocks are poisoned before the engine asks for them again.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,17 +36,25 @@ from vllm.forward_context import ForwardContext
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
+from vllm.v1.kv_offload.base import ReqContext
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from parkade_cache.ids import BlockKey, ConversationId, PackId, RequestId
 from parkade_cache.transfers import TransferDone
+from parkade_serving.identity import IDENTITY_ENV
 from parkade_serving.manager import ParkadeManager, RequestHandle
 from parkade_serving.owner_runtime import OwnerRuntime
 from parkade_serving.spec import engine_config
 from parkade_serving.worker import ParkadeWorker, StoreSpec
 
 _HASHED_ID = re.compile(r"[0-9a-f]{32}")
+
+HOLD_LIMIT_S = 30.0
+"""How long a finished request's blocks are held for a disk that does not take them; then they are given up."""
+
+MOST_REOFFERS = 3
+"""How often one request's blocks are offered again after a failed capture: a copy that always fails must not loop."""
 
 
 @dataclass
@@ -152,13 +161,19 @@ class ParkadeConnector(OffloadingConnector):
             if handle is None:
                 return 0, False
             cache, turn = side.owner.cache, handle.turn
-            if cache.still_waiting(turn):
+            # The scheduler heeds no "ask again" for requests that must not read the prefix cache.
+            if not request.skip_reading_prefix_cache and cache.still_waiting(turn):
                 return None, False
-            found, _ = super().get_num_new_matched_tokens(request, num_computed_tokens)
-            if found is None:
+            asked = (side.state.version, num_computed_tokens)
+            if handle.matched is not None and handle.matched[0] == asked and not side.scheduler._chunks_being_loaded:
+                found = handle.matched[1]
+                return found, found > 0
+            answer, _ = super().get_num_new_matched_tokens(request, num_computed_tokens)
+            if answer is None:
                 cache.waiting(turn)
                 return None, False
-            found = cache.matched(turn, engine_tokens=num_computed_tokens, cached_tokens=found)
+            found = cache.matched(turn, engine_tokens=num_computed_tokens, cached_tokens=answer)
+            handle.matched = (asked, found)
             return found, found > 0
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -173,13 +188,16 @@ class ParkadeConnector(OffloadingConnector):
             held = side.held_in(scheduler_output)
             meta = super().build_connector_meta(scheduler_output)
             assert isinstance(meta, OffloadingConnectorMetadata)
-            side.remember_stores(meta)
+            side.remember_jobs(meta)
             side.note_prompts(scheduler_output)
             return ParkadeConnectorMetadata(
                 load_jobs=meta.load_jobs,
                 store_jobs=meta.store_jobs,
-                jobs_to_flush=meta.jobs_to_flush,
-                release_after={request: sorted(status.transfer_jobs) for request, status in held.items()},
+                jobs_to_flush=side.to_flush(meta.jobs_to_flush or (), scheduler_output),
+                release_after={
+                    request: sorted(status.transfer_jobs) if status is not None else []
+                    for request, status in held.items()
+                },
             )
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -190,6 +208,11 @@ class ParkadeConnector(OffloadingConnector):
             if isinstance(meta, ParkadeWorkerMetadata):
                 side.note_results(meta)
             super().update_connector_output(connector_output)
+            side.unsent.difference_update(connector_output.finished_sending or ())
+            if isinstance(meta, ParkadeWorkerMetadata):
+                side.settle_stale_jobs()
+                if meta.failed_stores:
+                    side.offer_again()
             side.prompts_read()
 
     def request_finished_all_groups(
@@ -206,7 +229,7 @@ class ParkadeConnector(OffloadingConnector):
 
     def has_pending_block_frees(self) -> bool:
         """Whether blocks of finished requests come free without preempting anybody."""
-        return bool(self.at_scheduler.holding)
+        return bool(self.at_scheduler.unsent)
 
     # -- worker side -----------------------------------------------------------------------------------
 
@@ -259,6 +282,16 @@ class ParkadeConnector(OffloadingConnector):
         return self.at_worker.news(super().build_connector_worker_meta())
 
 
+@dataclass(slots=True)
+class _Job:
+    """A transfer that some ranks have not ended yet; the engine forgets the order of its keys."""
+
+    keys: tuple[BlockKey, ...]
+    context: ReqContext
+    pending: int
+    is_store: bool
+
+
 class _SchedulerSide:
     """What the connector keeps between the scheduler's hooks."""
 
@@ -274,7 +307,9 @@ class _SchedulerSide:
         self.hooks = manager.owner.hooks
         self.handles: dict[str, RequestHandle] = {}
         self.holding: set[str] = set()
-        self._job_tickets: dict[int, int] = {}
+        self.unsent: set[str] = set()
+        self._jobs: dict[int, _Job] = {}
+        self._stale: list[_Job] = []
         self._reading_prompt: dict[str, int] = {}
         self._prompt_ready: list[str] = []
 
@@ -300,14 +335,14 @@ class _SchedulerSide:
         self._reading_prompt[request.request_id] = request.num_prompt_tokens
 
     def held_in(self, output: SchedulerOutput) -> dict[str, Any]:
-        """Held requests whose end the engine announces in this step."""
+        """Held requests whose end the engine announces in this step; a reset may have taken their state."""
         held: dict[str, Any] = {}
         for request in output.finished_req_ids or ():
             self.handles.pop(request, None)
             self._reading_prompt.pop(request, None)
             if request in self.holding:
                 self.holding.discard(request)
-                held[request] = self.scheduler._req_status[request]
+                held[request] = self.scheduler._req_status.get(request)
         return held
 
     def hold(self, request: Request, block_ids: tuple[list[int], ...]) -> bool:
@@ -321,23 +356,44 @@ class _SchedulerSide:
         if loading or not any(block_ids):
             return False
         self.holding.add(request.request_id)
+        self.unsent.add(request.request_id)
         return True
 
-    def remember_stores(self, meta: OffloadingConnectorMetadata) -> None:
-        """Which ordered keys each store job moves."""
+    def remember_jobs(self, meta: OffloadingConnectorMetadata) -> None:
+        """Which ordered keys each new job moves, and that every rank has yet to end it."""
+        ranks = self.scheduler.config.num_workers
         for job, transfer in meta.store_jobs.items():
             assert isinstance(transfer.dst_spec, StoreSpec)
-            self._job_tickets[job] = transfer.dst_spec.ticket
+            context = self.scheduler._req_status[transfer.req_id].req_context
+            self._jobs[job] = _Job(transfer.dst_spec.keys, context, ranks, is_store=True)
+        for job, transfer in meta.load_jobs.items():
+            context = self.scheduler._req_status[transfer.req_id].req_context
+            handle = context.get_state(RequestHandle)
+            keys = tuple(handle.load_keys) if handle is not None else ()
+            self._jobs[job] = _Job(keys, context, ranks, is_store=False)
+
+    def to_flush(self, jobs: Iterable[int], output: SchedulerOutput) -> set[int]:
+        """Of the jobs the engine wants flushed, those whose blocks can really be overwritten.
+
+        The engine names every job that shares a block with a newly scheduled request, also where that request
+        only reads the block out of the engine's own cache. Blocks of held requests are nobody else's yet.
+        """
+        preempted = output.preempted_req_ids or ()
+        return {job for job in jobs if self._may_be_overwritten(job, preempted)}
+
+    def _may_be_overwritten(self, job: int, preempted: Collection[str]) -> bool:
+        status = self.scheduler._jobs.get(job)
+        if status is None or status.fenced_block_ids:
+            return True
+        return status.req_id in preempted or status.req_id not in self.unsent
 
     def note_results(self, meta: ParkadeWorkerMetadata) -> None:
         """Pass failures and measurements on before the engine counts the jobs as done."""
         for name, (count, total, longest) in meta.hooks.items():
             self.hooks.merge(name, count=count, total_seconds=total, max_seconds=longest)
         for job, positions in meta.failed_stores.items():
-            keys = self.runtime.store_keys.get(self._job_tickets.get(job, -1), ())
+            keys = self._jobs[job].keys if job in self._jobs else ()
             self.runtime.uncaptured.update(keys[position] for position in positions if position < len(keys))
-        for job in meta.completed_jobs:
-            self.runtime.store_keys.pop(self._job_tickets.pop(job, -1), None)
         for job, positions in meta.failed_loads.items():
             self._load_failed(job, positions, meta.bad_packs.get(job, ()))
         for job, (nbytes, seconds) in meta.disk_reads.items():
@@ -345,6 +401,44 @@ class _SchedulerSide:
             if handle is not None:
                 handle.disk_bytes += nbytes
                 handle.disk_seconds = max(handle.disk_seconds, seconds)
+        for job, ranks in meta.completed_jobs.items():
+            self._rank_ended(job, ranks)
+
+    def _rank_ended(self, job: int, ranks: int) -> None:
+        mine = self._jobs.get(job)
+        if mine is None:
+            return
+        mine.pending -= ranks
+        if mine.pending > 0:
+            return
+        del self._jobs[job]
+        if job < self.scheduler._stale_job_threshold:
+            self._stale.append(mine)
+
+    def settle_stale_jobs(self) -> None:
+        """Jobs from before a reset, which the engine has forgotten: let go of what they held, keep nothing."""
+        stale, self._stale = self._stale, []
+        for job in stale:
+            handle = job.context.get_state(RequestHandle)
+            if job.is_store:
+                self.scheduler.manager.complete_store(job.keys, job.context, success=False)
+            elif handle is not None:
+                handle.failed_positions = {-1}
+                self.scheduler.manager.complete_load(job.keys, job.context)
+
+    def offer_again(self) -> None:
+        """Some blocks were not captured: running requests offer theirs anew, or a hole would end every later match.
+
+        Groups with windows are left alone: their older blocks may be somebody else's by now.
+        """
+        for status in self.scheduler._req_status.values():
+            handle = status.req_context.get_state(RequestHandle)
+            if handle is None or status.req.is_finished() or handle.reoffers >= MOST_REOFFERS:
+                continue
+            handle.reoffers += 1
+            for group, kept in zip(self.scheduler.config.kv_group_configs, status.group_states, strict=True):
+                if group.sliding_window_size_in_chunks is None:
+                    kept.next_stored_chunk_idx = 0
 
     def _handle_of(self, job: int) -> RequestHandle | None:
         status = self.scheduler._jobs.get(job)
@@ -379,12 +473,18 @@ class _SchedulerSide:
         """The step that read these prompts to their end is over."""
         if not self._prompt_ready:
             return
-        ready, self._prompt_ready = self._prompt_ready, []
+        waiting, self._prompt_ready = self._prompt_ready, []
         with self.state.lock:
-            for request in ready:
+            for request in waiting:
                 handle = self.handles.get(request)
-                if handle is not None:
+                status = self.scheduler._req_status.get(request)
+                if handle is None or status is None:
+                    continue
+                if status.req.num_output_tokens > 0 or status.req.is_finished():
                     self.owner.cache.prompt_read(handle.turn)
+                else:
+                    # Steps overlap: this output belongs to one before the step that reads the prompt to its end.
+                    self._prompt_ready.append(request)
 
 
 def _conversation_of(request: Request) -> ConversationId | None:
@@ -392,7 +492,7 @@ def _conversation_of(request: Request) -> ConversationId | None:
     session = request.session_id
     if not session:
         return None
-    if _HASHED_ID.fullmatch(session):
+    if IDENTITY_ENV in os.environ and _HASHED_ID.fullmatch(session):
         return ConversationId(session)
     raw = f"{request.cache_salt or ''}\0{session}".encode()
     return ConversationId(hashlib.sha256(raw).hexdigest()[:32])
@@ -405,6 +505,7 @@ class _WorkerSide:
         self._connector = connector
         self._active_stores: set[int] = set()
         self._release_after: dict[str, set[int]] = {}
+        self._held_since: dict[str, float] = {}
         self._load_requests: dict[int, str] = {}
         self._load_blocks: dict[int, list[int]] = {}
         self._invalid_blocks: set[int] = set()
@@ -433,6 +534,7 @@ class _WorkerSide:
         self._active_stores.update(meta.store_jobs)
         for request, jobs in meta.release_after.items():
             self._release_after[request] = self._active_stores.intersection(jobs)
+            self._held_since[request] = time.monotonic()
 
     def note_ended(self) -> set[str]:
         """Work through what ended; returns requests with a failed load."""
@@ -468,7 +570,18 @@ class _WorkerSide:
         }
         for request in over:
             del self._release_after[request]
+            self._held_since.pop(request, None)
+        self._give_up_late_holds()
         return over
+
+    def _give_up_late_holds(self) -> None:
+        """Blocks held for a disk that does not take them would stall the engine for good: give them up, once."""
+        limit = time.monotonic() - HOLD_LIMIT_S
+        worker = self.worker
+        for request in [request for request, since in self._held_since.items() if since < limit]:
+            del self._held_since[request]
+            if worker is not None:
+                worker.wait(self._release_after[request] & self._active_stores)
 
     def take_invalid_blocks(self) -> set[int]:
         """Engine blocks that loads did not fill, once."""

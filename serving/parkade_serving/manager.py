@@ -47,6 +47,9 @@ class RequestHandle:
     bad_packs: set[PackId] = field(default_factory=set)
     disk_bytes: int = 0
     disk_seconds: float = 0.0
+    matched: tuple[tuple[int, int], int] | None = None
+    """The last match: the ledger's version and the engine's own tokens it was made at, and what it found."""
+    reoffers: int = 0
 
 
 class ParkadeManager(OffloadingManager):
@@ -93,8 +96,7 @@ class ParkadeManager(OffloadingManager):
         with self.owner.hooks.timed("prepare_store"), self._lock:
             plan = self.cache.plan_store(handle.turn, self._offered(offered, handle, req_context))
         accepted = [offered[position] for position in plan.accepted]
-        ticket = self.runtime.next_ticket(tuple(BlockKey(key) for key in accepted)) if accepted else -1
-        return PrepareStoreOutput(accepted, StoreSpec(plan.targets, ticket), [])
+        return PrepareStoreOutput(accepted, StoreSpec(plan.targets, tuple(BlockKey(key) for key in accepted)), [])
 
     def _offered(
         self, keys: Sequence[OffloadKey], handle: RequestHandle, req_context: ReqContext
@@ -104,7 +106,8 @@ class ParkadeManager(OffloadingManager):
         for key in keys:
             group = self._group_rank[get_offload_group_idx(key)]
             end_token = req_context.get_offload_key_position(key) or 0
-            index = end_token // self._tokens_per_block[group] - 1
+            # Rounded up: the tail of a recurrent group may end inside a block.
+            index = -(-end_token // self._tokens_per_block[group]) - 1
             chain = chains[group]
             parent = chain[index - 1] if 0 < index <= len(chain) else NO_KEY
             offered.append(OfferedBlock(key=BlockKey(key), parent=parent, end_token=end_token, group=group))

@@ -34,6 +34,8 @@ from parkade_serving.sockets import OWNER_SOCKET, make_private_folder, socket_fo
 
 _log = logging.getLogger(__name__)
 
+_WEIGHT_FILES = frozenset({".safetensors", ".bin", ".gguf", ".pt"})
+
 LOCK_WAIT_S = 15.0
 """How long a new pod waits for the directory of one that is just ending."""
 
@@ -106,6 +108,9 @@ def _refuse_unsupported(config: OffloadingConfig, vllm_config: VllmConfig, *, sp
         raise SettingsError(
             f"block keys of {algorithm} change with every start; use --prefix-caching-hash-algo sha256_cbor"
         )
+    layers = int(getattr(vllm_config.model_config.hf_text_config, "num_hidden_layers", 0) or 0)
+    if layers % config.parallel.pp_size:
+        raise SettingsError("pipeline stages of unequal size are not supported; choose a size that divides the layers")
     if not config.worker_kv_bytes_per_block:
         raise SettingsError("the engine did not say how large a block is; this model cannot be parked")
 
@@ -138,12 +143,18 @@ def _model_name(model: str) -> str:
 
 
 def _model_content(model: Any) -> str:
-    """A digest of the configuration and, for a local folder, of the weight files' names and sizes."""
-    digest = hashlib.sha256(repr(sorted(model.hf_config.to_dict().items(), key=str)).encode())
-    folder = Path(model.model)
-    if folder.is_dir():
-        for file in sorted(folder.glob("*.safetensors")):
-            digest.update(f"{file.name}:{file.stat().st_size}".encode())
+    """A digest of the configuration, of a hub model's commit, and of local weight files' names, sizes and times.
+
+    A fine-tune written over its base has the same names and sizes; its time tells them apart. Copying the weights
+    therefore empties the cache, which is the safe side.
+    """
+    commit = getattr(model.hf_config, "_commit_hash", None) or ""
+    digest = hashlib.sha256(repr((commit, sorted(model.hf_config.to_dict().items(), key=str))).encode())
+    path = Path(model.model)
+    for file in (path, *(sorted(path.iterdir()) if path.is_dir() else ())):
+        if file.is_file() and file.suffix in _WEIGHT_FILES:
+            found = file.stat()
+            digest.update(f"{file.name}:{found.st_size}:{found.st_mtime_ns}".encode())
     return digest.hexdigest()[:16]
 
 
@@ -155,21 +166,13 @@ class OwnerRuntime:
     server: OwnerServer
     block_tokens: tuple[int, ...]
     group_rank: dict[int, int]
-    store_keys: dict[int, tuple[BlockKey, ...]] = field(default_factory=dict)
     uncaptured: set[BlockKey] = field(default_factory=set)
     stopped: bool = False
-    tickets: int = 0
 
     def read_deadline_s(self) -> float:
         """R4's deadline for one restore."""
         spill = self.owner.state.policy.spill
         return float(spill.read_deadline_seconds) if spill is not None else 10.0
-
-    def next_ticket(self, keys: tuple[BlockKey, ...]) -> int:
-        """Remember the order of a store's keys, which the engine forgets."""
-        self.tickets += 1
-        self.store_keys[self.tickets] = keys
-        return self.tickets
 
     def take_uncaptured(self, keys: Sequence[BlockKey]) -> frozenset[BlockKey]:
         """Which of ``keys`` were reported as not captured; each report is used once."""
@@ -178,8 +181,13 @@ class OwnerRuntime:
         return found
 
     def reset(self) -> None:
-        """Forget every conversation in every tier."""
-        self.owner.reset()
+        """Forget every conversation in every tier. Called inside an engine step: an error must not end the engine."""
+        try:
+            self.owner.reset()
+        except Exception:  # noqa: BLE001 - whatever it is, the engine must live
+            _log.exception("the cache could not be reset in full; the disk tier stays off until the next start")
+            with self.owner.state.lock:
+                self.owner.state.spill_healthy = False
 
     def stop(self) -> None:
         """Write out what is left, then stop."""

@@ -11,6 +11,7 @@ import os
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadingWorker, TransferResult
 
 from parkade_cache.device import DeviceBlock
+from parkade_cache.ids import BlockKey
 from parkade_cache.local_mover import LocalMover
 from parkade_cache.mover import JobId
 from parkade_cache.transfers import LoadJob, LoadSource, StoreJob, StoreTarget, TransferDone
@@ -20,9 +21,13 @@ from parkade_serving.mover_socket import MoverPeer
 class StoreSpec(LoadStoreSpec):
     """Where a store job's blocks go, in the order of its engine blocks."""
 
-    def __init__(self, targets: tuple[StoreTarget, ...], ticket: int = -1) -> None:
+    def __init__(self, targets: tuple[StoreTarget, ...], keys: tuple[BlockKey, ...] = ()) -> None:
         self.targets = targets
-        self.ticket = ticket
+        self.keys = keys
+
+    def __getstate__(self) -> dict[str, object]:
+        """What travels to the workers: the keys are the scheduler's own note and stay behind."""
+        return {"targets": self.targets, "keys": ()}
 
 
 class LoadSpec(LoadStoreSpec):
