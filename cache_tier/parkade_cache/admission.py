@@ -143,7 +143,7 @@ class Admission:
         state = self.state
         try:
             with state.lock:
-                if turn.finished:
+                if turn.finished or turn.conversation.forgotten:
                     return
                 too_short = turn.prompt_tokens < state.policy.memory.parked.min_tokens
                 if too_short:
@@ -222,7 +222,7 @@ class Admission:
     def _grant(self, turn: Turn, extents: int, estimate_bytes: int) -> None:
         state = self.state
         with state.lock:
-            if turn.finished:
+            if turn.finished or turn.conversation.forgotten:
                 return
             fresh = state.slots.grant(turn.conversation.id, extents)
             state.enter_ram(turn.conversation)

@@ -14,6 +14,7 @@ import enum
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from parkade_cache.conversations import MAX_TIPS, Conversation, Tip
 from parkade_cache.ids import NO_KEY, BlockKey, ConversationId, PackId, RequestId
@@ -49,9 +50,8 @@ class Found(enum.Enum):
     MISS = "miss"
 
 
-@dataclass(frozen=True, slots=True)
-class OfferedBlock:
-    """A block the engine has computed and offers to the cache."""
+class OfferedBlock(NamedTuple):
+    """A block the engine has computed and offers to the cache; a tuple, since one is made for every block stored."""
 
     key: BlockKey
     parent: BlockKey
@@ -118,6 +118,14 @@ class ConversationCache:
         for row in rows:
             self.state.ledger.drop_tip(row, ram=True, disk=True)
 
+    def let_go(self, turn: Turn) -> None:
+        """The turn keeps nothing of its chains any more; what it stores from now on starts anew."""
+        self._let_arrival_go(turn)
+        for row in turn.tips.values():
+            self.state.ledger.drop_tip(row, ram=True, disk=True)
+        turn.tips.clear()
+        turn.tokens = 0
+
     def _wish(self, turn: Turn, now: float) -> None:
         """Ask the gate's thread for RAM; with parking off nobody is asked (G14)."""
         state = self.state
@@ -160,6 +168,8 @@ class ConversationCache:
         row = ledger.rows.get(key, -1)
         if row < 0:
             return Found.MISS
+        if row in turn.failed_rows:
+            return Found.MISS
         if ledger.ram[row] == _READY:
             return Found.HIT
         disk = _ABSENT if turn.disk_off else ledger.disk[row]
@@ -199,7 +209,9 @@ class ConversationCache:
         match is held until the request ends, so that nothing of it goes between the answer and the load.
         """
         turn.pending_since = None
-        turn.engine_tokens = engine_tokens
+        if turn.prompt_read_seconds is None:
+            # After a preemption the engine finds what this very request has computed: that is no reuse.
+            turn.engine_tokens = engine_tokens
         if cached_tokens:
             kept_tokens = self._worth_restoring(turn, engine_tokens, cached_tokens)
             turn.skipped_tokens = cached_tokens - kept_tokens
@@ -332,8 +344,9 @@ class ConversationCache:
         self._poison(turn, bad_packs)
         seconds = state.clock.monotonic() - turn.load_started
         turn.restore_seconds += seconds
-        turn.ram_tokens += result.ram_blocks * turn.block_tokens
-        turn.disk_tokens += result.disk_blocks * turn.block_tokens
+        if turn.prompt_read_seconds is None:
+            turn.ram_tokens += result.ram_blocks * turn.block_tokens
+            turn.disk_tokens += result.disk_blocks * turn.block_tokens
         turn.failed_load_tokens += result.failed_blocks * turn.block_tokens
         state.totals.read_bytes += disk_bytes
         state.rates.disk_read_bytes.observe(disk_bytes, disk_seconds)
@@ -358,6 +371,8 @@ class ConversationCache:
                 state.restoring.discard(row)
             if park >= 0:
                 self._parked_on_the_way(row, arrived=position not in lost)
+            if position in lost:
+                turn.failed_rows.add(row)
             if position < cut:
                 disk_blocks += park != _FROM_RAM
                 ram_blocks += park == _FROM_RAM
@@ -438,22 +453,17 @@ class ConversationCache:
     def _place(self, turn: Turn, offered: Sequence[OfferedBlock]) -> tuple[list[int], list[int]]:
         """Every block's ledger row, and the positions of those that RAM has not and this turn is not storing yet."""
         ledger = self.state.ledger
-        intern, ram, captures = ledger.intern, ledger.ram, turn.captures
         rows: list[int] = []
-        missing: list[int] = []
         ends: dict[int, int] = {}
-        parent, previous = -1, NO_KEY
-        for position, block in enumerate(offered):
-            key = block.key
-            if block.parent != previous or parent < 0:
-                parent = self._parent_row(turn, block, ends)
-            parent = intern(key, parent, block.end_token)
-            previous = key
-            ends[block.group] = parent
-            rows.append(parent)
-            if not ram[parent] and key not in captures:
-                missing.append(position)
+        while len(rows) < len(offered):
+            first = offered[len(rows)]
+            rows += ledger.intern_run(offered, len(rows), self._parent_row(turn, first, ends))
+            ends[first.group] = rows[-1]
         self._extend(turn, ends)
+        ram, captures = ledger.ram, turn.captures
+        missing = [position for position, row in enumerate(rows) if not ram[row]]
+        if captures:
+            missing = [position for position in missing if offered[position].key not in captures]
         return rows, missing
 
     def _may_store(self, turn: Turn, offered: Sequence[OfferedBlock]) -> tuple[bool, bool]:
@@ -469,7 +479,7 @@ class ConversationCache:
         return parks, streams
 
     def _may_park(self, turn: Turn) -> bool:
-        return turn.conversation.in_ram and not turn.ram_refused
+        return turn.conversation.in_ram and not turn.ram_refused and not turn.conversation.forgotten
 
     def _parent_row(self, turn: Turn, block: OfferedBlock, ends: dict[int, int]) -> int:
         """Row of the block before this one; made when unknown, so that the tree has no gap.
@@ -623,7 +633,9 @@ class ConversationCache:
         if not turn.tips or conversation.forgotten:
             return
         state = self.state
-        rows = tuple(row for _, row in sorted(turn.tips.items()))
+        rows = tuple(self._deepest_kept(row) for _, row in sorted(turn.tips.items()))
+        if NO_BLOCK in rows:
+            return
         tip = Tip(rows=rows, tokens=turn.tokens, last_used=state.clock.wall())
         for old in list(conversation.tips):
             if old.rows == rows or (len(old.rows) == len(rows) and self._extends(rows, old.rows)):
@@ -635,6 +647,11 @@ class ConversationCache:
             deepest = max(conversation.tips, key=lambda t: t.tokens)
             spare = [t for t in conversation.tips if t is not tip and t is not deepest]
             state.remove_tip(conversation, min(spare, key=lambda t: t.last_used))
+
+    def _deepest_kept(self, row: int) -> int:
+        """The deepest block of the chain that some tier has: a tip without bytes would keep its record for ever."""
+        ledger = self.state.ledger
+        return next((up for up in ledger.ancestors(row) if ledger.ram[up] or ledger.disk[up]), NO_BLOCK)
 
     def _extends(self, rows: Sequence[int], older: Sequence[int]) -> bool:
         return all(self.state.ledger.descends(row, old) for row, old in zip(rows, older, strict=True))

@@ -330,17 +330,24 @@ class LocalMover(Mover):
 
     def _capture_waiting_now(self) -> None:
         """Runs on the capture lane only."""
+        self._drop_hopeless()
         while self._waiting:
             waiting = self._waiting[0]
-            if waiting.transfer.cancelled or self._stream_failed(waiting.pack):
-                self._waiting.popleft()
-                self._settle(waiting.transfer, (waiting.position,), failed=True)
-                continue
             buffer = self._bounce.try_take()
             if buffer is None:
                 return
             self._waiting.popleft()
             self._capture_to_stream(waiting, buffer)
+
+    def _drop_hopeless(self) -> None:
+        """Give up what was cancelled, wherever it waits: a slow disk before it must not keep the engine's blocks."""
+        hopeful: deque[_WaitingCapture] = deque()
+        for waiting in self._waiting:
+            if waiting.transfer.cancelled or self._stream_failed(waiting.pack):
+                self._settle(waiting.transfer, (waiting.position,), failed=True)
+            else:
+                hopeful.append(waiting)
+        self._waiting = hopeful
 
     def _capture_to_stream(self, waiting: _WaitingCapture, buffer: HostBytes) -> None:
         nbytes = self.device.payload_bytes(waiting.block.group)

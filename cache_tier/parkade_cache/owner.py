@@ -470,7 +470,14 @@ class Owner:
         return {"id": conversation, "forgotten": True}
 
     def reset(self) -> None:
-        """New weights: nothing cached before may ever be served again, on no tier and after no restart (trap 14)."""
+        """New weights: nothing cached before may ever be served again, on no tier and after no restart (trap 14).
+
+        Requests under way let go of their chains as well: when they go on, they must not find what they had.
+        """
+        state = self.state
+        with state.lock:
+            for turn in state.turns.values():
+                self.cache.let_go(turn)
         for conversation in list(self.state.conversations):
             self.forget(conversation.id)
         if self.disk is not None:

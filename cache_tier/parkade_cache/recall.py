@@ -55,14 +55,18 @@ class Recall:
                     return
                 packs += 1
                 blocks += self._enter_pack(recovered)
+            self._give_conversations()
+            self._sort()
         except (ParkadeError, OSError) as error:
             self._disk.failed("recover", error)
-        self._give_conversations()
-        self._sort()
-        with state.lock:
-            state.recovering = False
-            state.changed()
-            state.wake.notify_all()
+            self._give_conversations()
+            self._sort()
+        finally:
+            # Whatever happened: while this says that packs are still to come, no space is given back.
+            with state.lock:
+                state.recovering = False
+                state.changed()
+                state.wake.notify_all()
         self._disk.collect_dead()
         self._disk.fit_capacity()
         state.receipts.add(

@@ -82,5 +82,7 @@ class Turn:
     uncached: int = 0
     """Blocks that neither tier took; the reason is in the turn's receipt."""
     loads: int = 0
+    failed_rows: set[int] = field(default_factory=set)
+    """Blocks whose load has failed in this request: they are misses for the rest of it."""
     disk_off: bool = False
     """The disk is off, or a load of this request has failed: it must not hit the same block for ever (trap 7)."""

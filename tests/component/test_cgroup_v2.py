@@ -1,7 +1,8 @@
 """M1, M3, M6, M10, M11 and the arena's promise, on a real kernel with cgroup v2.
 
 Runs directly where this machine has a writable v2 memory controller. Elsewhere ``PARKADE_CGROUP2`` may name a
-program that runs a command on such a kernel over the same files (user-mode Linux, for one). A first touch of a page may be slow there, so sizes are small.
+program that runs a command on such a kernel over the same files (user-mode Linux, for one). A first touch of a page
+may be slow there, so sizes are small.
 """
 
 from __future__ import annotations
