@@ -255,9 +255,7 @@ class Admission:
             job = state.next_job()
         actual_bytes = sum(report.nbytes for report in reports if report.outcome is JobOutcome.DONE)
         if done:
-            self._margin.observe(
-                NeedKind.PARK, estimate_bytes=granted.estimate_bytes, actual_bytes=actual_bytes
-            )
+            self._margin.observe(NeedKind.PARK, estimate_bytes=granted.estimate_bytes, actual_bytes=actual_bytes)
         else:
             _log.error("extents could not be committed: %s", next(r.reason for r in reports if r.reason))
             if leaving:

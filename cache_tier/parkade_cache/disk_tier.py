@@ -154,9 +154,7 @@ class DiskTier:
             was_healthy, state.spill_healthy = state.spill_healthy, False
             self._probe_at = state.clock.monotonic() + PROBE_INTERVAL_S
         if was_healthy:
-            state.receipts.add(
-                kind=ReceiptKind.SPILL, outcome="degraded", reason=state.spill_reason[:200], tier="disk"
-            )
+            state.receipts.add(kind=ReceiptKind.SPILL, outcome="degraded", reason=state.spill_reason[:200], tier="disk")
 
     def check_health(self) -> bool:
         """Try a disk that has failed; True when its index or packs must be read again now that it works (D8)."""

@@ -684,9 +684,7 @@ class LocalMover(Mover):
         try:
             opened = self._reader(pack)
             entries = [opened.info.entries[number] for number in numbers]
-            views = [
-                buffer[: _whole_pages(entry.nbytes)].data for entry, buffer in zip(entries, buffers, strict=True)
-            ]
+            views = [buffer[: _whole_pages(entry.nbytes)].data for entry, buffer in zip(entries, buffers, strict=True)]
             with opened.lock:
                 good = opened.reader.read_into(entries, views)
             return good, not all(good)

@@ -157,9 +157,7 @@ def not_committed(
     )
 
 
-def not_released(
-    job: JobId, rank: int, extents: Sequence[int], outcome: JobOutcome, *, reason: str
-) -> ExtentsReleased:
+def not_released(job: JobId, rank: int, extents: Sequence[int], outcome: JobOutcome, *, reason: str) -> ExtentsReleased:
     """The answer to ``release`` when this rank cannot say what it gave back."""
     return ExtentsReleased(
         job=job,

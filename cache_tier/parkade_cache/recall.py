@@ -156,9 +156,7 @@ class Recall:
 
     def _is_covered(self, conversation: Conversation, rows: Sequence[int]) -> bool:
         descends = self._state.ledger.descends
-        return any(
-            len(tip.rows) == len(rows) and all(map(descends, tip.rows, rows)) for tip in conversation.tips
-        )
+        return any(len(tip.rows) == len(rows) and all(map(descends, tip.rows, rows)) for tip in conversation.tips)
 
     def _orphans(self) -> list[int]:
         """Published blocks that no chain reaches, deepest first."""

@@ -262,9 +262,7 @@ class CacheState:
         ledger = self.ledger
         rows = {row for top in conversation.rows() for row in ledger.ancestors(top)}
         return sum(
-            1
-            for row in rows
-            if ledger.ram[row] and ledger.disk[row] != DiskState.PUBLISHED and self.keeps_on_disk(row)
+            1 for row in rows if ledger.ram[row] and ledger.disk[row] != DiskState.PUBLISHED and self.keeps_on_disk(row)
         )
 
     def parent_on_disk(self, row: int) -> BlockKey:

@@ -108,9 +108,7 @@ def _slower(mine: tuple[int, float] | None, theirs: tuple[int, float] | None) ->
     return a[0] + b[0], max(a[1], b[1])
 
 
-def _longer(
-    mine: tuple[int, float, float] | None, theirs: tuple[int, float, float] | None
-) -> tuple[int, float, float]:
+def _longer(mine: tuple[int, float, float] | None, theirs: tuple[int, float, float] | None) -> tuple[int, float, float]:
     a, b = mine or (0, 0.0, 0.0), theirs or (0, 0.0, 0.0)
     return a[0] + b[0], a[1] + b[1], max(a[2], b[2])
 
@@ -565,9 +563,7 @@ class _WorkerSide:
 
     def take_released(self) -> set[str]:
         """Requests all of whose stores have ended on this rank: the engine may free their blocks."""
-        over = {
-            request for request, jobs in self._release_after.items() if self._active_stores.isdisjoint(jobs)
-        }
+        over = {request for request, jobs in self._release_after.items() if self._active_stores.isdisjoint(jobs)}
         for request in over:
             del self._release_after[request]
             self._held_since.pop(request, None)

@@ -34,6 +34,7 @@ _LENGTH = struct.Struct("<I")
 MAX_FRAME_BYTES = 256 << 20
 """Larger frames are nobody's: a million-block order is about 150 MB."""
 
+
 class Order(msgspec.Struct, frozen=True, omit_defaults=True):
     """One call of the ``Mover`` interface."""
 

@@ -31,6 +31,7 @@ from parkade_cache.state import CacheState
 from parkade_serving.mover_socket import MoverHub
 from parkade_serving.rpc import OwnerServer
 from parkade_serving.sockets import OWNER_SOCKET, make_private_folder, socket_folder
+from parkade_serving.worker import leave_garbage_to_the_kernel
 
 _log = logging.getLogger(__name__)
 
@@ -197,6 +198,7 @@ class OwnerRuntime:
         seconds = float(os.environ.get("PARKADE_SHUTDOWN_SECONDS", "20"))
         self.owner.stop(grace_s=seconds)
         self.server.close()
+        leave_garbage_to_the_kernel()
 
 
 def start_owner(settings: PodSettings) -> OwnerRuntime:
@@ -236,9 +238,7 @@ def start_owner(settings: PodSettings) -> OwnerRuntime:
     )
     owner.start(hub)
     server = OwnerServer(settings.socket_dir / OWNER_SOCKET, owner.handlers()).start()
-    return OwnerRuntime(
-        owner=owner, server=server, block_tokens=settings.block_tokens, group_rank=settings.group_rank
-    )
+    return OwnerRuntime(owner=owner, server=server, block_tokens=settings.block_tokens, group_rank=settings.group_rank)
 
 
 def _open_store(settings: PodSettings) -> SpillStore | None:

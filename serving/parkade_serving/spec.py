@@ -84,9 +84,7 @@ class ParkadeSpec(OffloadingSpec):
                 "the engine announced; this KV layout cannot be parked"
             )
         extents = max(1, ARENA_RESERVE_FACTOR * settings.policy.memory.parked.max // geometry.pod_extent_bytes)
-        arena = Arena(
-            extent_bytes=geometry.extent_bytes, max_extents=extents, pin=device.pin, unpin=device.unpin
-        )
+        arena = Arena(extent_bytes=geometry.extent_bytes, max_extents=extents, pin=device.pin, unpin=device.unpin)
         peer = MoverPeer(settings.movers_socket, rank=settings.rank, slot_bytes=geometry.slot_bytes)
         mover = LocalMover(
             geometry=geometry,

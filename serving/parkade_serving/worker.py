@@ -6,6 +6,8 @@ for it (trap 3).
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import os
 
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadingWorker, TransferResult
@@ -91,6 +93,18 @@ class ParkadeWorker(OffloadingWorker):
         self._peer.leave(leave_seconds())
         self.mover.close()
         self._peer.close()
+        leave_garbage_to_the_kernel()
+
+
+def leave_garbage_to_the_kernel() -> None:
+    """A process of the engine ends: spare it the last collections, which take seconds over the engine's modules.
+
+    An engine inside somebody's own process leaves the collector as it is.
+    """
+    if multiprocessing.parent_process() is None:
+        return
+    gc.disable()
+    gc.freeze()
 
 
 def leave_seconds() -> float:

@@ -429,9 +429,7 @@ def test_new_weights_find_nothing_of_the_old_ones(pod: Pod) -> None:
 # -- a disk that fails ---------------------------------------------------------------------------------------
 
 
-def test_d8_a_disk_that_fails_degrades_to_ram_and_recovers_by_itself(
-    pod: Pod, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_d8_a_disk_that_fails_degrades_to_ram_and_recovers_by_itself(pod: Pod, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("parkade_cache.disk_tier.PROBE_INTERVAL_S", 0.05)
     pod.turn("A", prompt("a", 15))
     pod.settle()

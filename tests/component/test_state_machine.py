@@ -7,7 +7,6 @@ and never other bytes: ``Running.load`` compares every block it loads.
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import tempfile
 from pathlib import Path
@@ -159,8 +158,14 @@ class CacheMachine(RuleBasedStateMachine):
             self.pod.owner.tick()
             self.pod.settle()
             self.pod.check()
-            with contextlib.suppress(FileNotFoundError):
-                assert len(self.pod.packs()) == sum(1 for pack in self.pod.state.packs if pack.live)
+            self.pod.until(self.every_pack_is_used, "there is a file for each pack that has blocks, and no other")
+
+    def every_pack_is_used(self) -> bool:
+        try:
+            found = {path.stem for path in self.pod.packs()}
+        except FileNotFoundError:
+            return False  # One went while the folder was read.
+        return found == {str(pack.pack) for pack in self.pod.state.packs if pack.live}
 
 
 class SmallMachine(CacheMachine):

@@ -360,10 +360,12 @@ class Pod:
         """All turns, decisions, streams and ordered writes have ended."""
         state = self.state
         self.until(
-            lambda: not (state.turns or state.finished_streams or state.wishes or state.captured)
-            and not self.owner.deciding
-            and not any(c.writing for c in state.conversations)
-            and (self.owner.disk is None or not self.owner.disk.backlog_bytes),
+            lambda: (
+                not (state.turns or state.finished_streams or state.wishes or state.captured)
+                and not self.owner.deciding
+                and not any(c.writing for c in state.conversations)
+                and (self.owner.disk is None or not self.owner.disk.backlog_bytes)
+            ),
             "nothing is under way",
         )
 

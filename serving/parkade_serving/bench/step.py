@@ -31,7 +31,7 @@ STORE_BLOCKS: Final = 16
 """Blocks offered in one step: 2,048 tokens, a usual chunk of a prompt."""
 
 _SLOT_BYTES: Final = 4096
-_REPEATS: Final = 7
+_REPEATS: Final = 20
 _RETRIES: Final = 10_000
 
 LOOKUP_BUDGET_SECONDS: Final = 3e-6
