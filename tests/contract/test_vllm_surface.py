@@ -140,22 +140,29 @@ NAMES = (
     ), CONNECTOR),
     Needed(f"{_V1}/offloading/common.py", "TransferJob", ("req_id", "src_spec", "dst_spec"), CONNECTOR),
     Needed(f"{_V1}/offloading/scheduler.py", "OffloadingConnectorScheduler", (
-        "manager", "_req_status", "_jobs",
+        "manager", "config", "_req_status", "_jobs", "_chunks_being_loaded", "_stale_job_threshold",
     ), CONNECTOR),
+    Needed(f"{_V1}/offloading/scheduler.py", "SchedulerOffloadConfig", ("kv_group_configs", "num_workers"), CONNECTOR),
+    Needed(f"{_V1}/offloading/scheduler.py", "GroupOffloadConfig", ("sliding_window_size_in_chunks",), CONNECTOR),
     Needed(f"{_V1}/offloading/scheduler.py", "RequestOffloadState", (
         "req", "group_states", "req_context", "transfer_jobs", "update_offload_keys",
     ), CONNECTOR),
     Needed(f"{_V1}/offloading/scheduler.py", "RequestGroupState", (
         "offload_keys", "next_stored_chunk_idx",
     ), CONNECTOR),
-    Needed(f"{_V1}/offloading/scheduler.py", "TransferJobStatus", ("req_id", "is_store"), CONNECTOR),
+    Needed(f"{_V1}/offloading/scheduler.py", "TransferJobStatus", (
+        "req_id", "is_store", "fenced_block_ids",
+    ), CONNECTOR),
     Needed(f"{_V1}/offloading/worker.py", "OffloadingConnectorWorker", ("worker",), CONNECTOR),
     Needed("v1/request.py", "Request", (
         "request_id", "session_id", "cache_salt", "num_prompt_tokens", "num_computed_tokens", "status",
+        "num_output_tokens", "skip_reading_prefix_cache",
     ), CONNECTOR),
     Needed("v1/request.py", "RequestStatus", ("FINISHED_ABORTED",), CONNECTOR),
-    Needed("v1/core/sched/output.py", "SchedulerOutput", ("finished_req_ids", "num_scheduled_tokens"), CONNECTOR),
-    Needed("v1/outputs.py", "KVConnectorOutput", ("kv_connector_worker_meta",), CONNECTOR),
+    Needed("v1/core/sched/output.py", "SchedulerOutput", (
+        "finished_req_ids", "num_scheduled_tokens", "preempted_req_ids",
+    ), CONNECTOR),
+    Needed("v1/outputs.py", "KVConnectorOutput", ("kv_connector_worker_meta", "finished_sending"), CONNECTOR),
     Needed("config/kv_transfer.py", "KVTransferConfig", (
         "kv_connector", "kv_connector_module_path", "kv_role", "kv_load_failure_policy", "kv_connector_extra_config",
     ), LAUNCHER),

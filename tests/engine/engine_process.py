@@ -119,6 +119,15 @@ class Engine:
             "receipt": self.receipts("turn")[-1],
         }
 
+    def together(self, prompts: list[list[int]]) -> None:
+        """Requests in flight at the same time."""
+        self.llm.generate(
+            [{"prompt_token_ids": tokens} for tokens in prompts],
+            SamplingParams(temperature=0, max_tokens=4),
+            use_tqdm=False,
+        )
+        self.settle()
+
     def settle(self) -> None:
         """The offline engine stops stepping with the last token: step until the request is closed."""
         deadline = time.monotonic() + 30
@@ -160,6 +169,10 @@ def main() -> None:
             grown = first + facts["restored"]["reply"] + tokens[700:900]
             facts["other_again"] = engine.turn(other)
             facts["grown"] = engine.turn(grown)
+            twins = [tokens[:256] + tokens[2000:2150], tokens[:256] + tokens[2300:2450]]
+            engine.together(twins)
+            engine.turn(other)
+            facts["twins"] = [engine.turn(twin) for twin in twins]
         case "second-life":
             facts["newcomer"] = engine.turn(newcomer)
             facts["restored"] = engine.turn(first)

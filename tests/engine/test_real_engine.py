@@ -97,6 +97,11 @@ def test_a_damaged_block_is_recomputed_and_the_pod_lives(lives: dict[str, dict[s
     assert facts["differing"] == 0
 
 
+def test_requests_that_share_a_prefix_do_not_cost_each_other_their_blocks(lives: dict[str, dict[str, Any]]) -> None:
+    """The engine wants the stores of shared blocks flushed; nothing overwrites them, so nothing is given up."""
+    assert [twin["cached"] for twin in lives["first-life"]["twins"]] == [406 // BLOCK * BLOCK] * 2
+
+
 def test_nothing_is_dropped_and_no_hook_waits(lives: dict[str, dict[str, Any]]) -> None:
     for phase in ("first-life", "second-life"):
         summary = lives[phase]["summary"]
