@@ -38,7 +38,7 @@ example: parkade demo --runs large,tiny --json demo.json
 """
 _NEEDED_DISK_BYTES: Final = 2 << 30
 _BYTES_PER_ENGINE: Final = 4 << 30
-_MOST_TOGETHER: Final = 2
+_MOST_TOGETHER: Final = 4
 
 
 class DemoUnavailableError(ParkadeError, OSError):
@@ -132,9 +132,12 @@ def _batched(plans: Sequence[RunPlan], size: int) -> Iterator[Sequence[RunPlan]]
 
 
 def _engines_together() -> int:
-    """As many engines as memory and cores allow to start side by side."""
+    """As many engines as memory and cores allow to start side by side.
+
+    A start is mostly one thread that imports: two a core keep every core busy until the last one is up.
+    """
     by_memory = psutil.virtual_memory().available // _BYTES_PER_ENGINE
-    return max(1, min(_MOST_TOGETHER, len(usable_cores()), int(by_memory)))
+    return max(1, min(_MOST_TOGETHER, 2 * len(usable_cores()), int(by_memory)))
 
 
 def _budget_bytes(plan: RunPlan) -> int | None:

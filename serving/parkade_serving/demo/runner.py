@@ -93,13 +93,16 @@ class Runner:
             self._start(runs)
             for run in runs:
                 self._play(run, rounds=ROUNDS_BEFORE, after_restart=False)
+                if run.plan.killed:
+                    self._wait(BEFORE_KILL_S, f"{run.plan.name}: waits before the kill")
                 self._end(run, killed=run.plan.killed)
             self._start(runs)
             for run in runs:
                 if run.plan.budget is not None:
                     self._welcome(run)
                 self._play(run, rounds=ROUNDS_AFTER, after_restart=True)
-                self._end(run, killed=False)
+                # How long an orderly end takes is known from the restart, but for a run that was killed there.
+                self._end(run, killed=run.shutdown_seconds is not None)
                 yield run.figures()
 
     def _prepare(self, plan: RunPlan, budget_bytes: int | None, cleanup: contextlib.ExitStack) -> Run:
@@ -161,14 +164,12 @@ class Runner:
 
     def _end(self, run: Run, *, killed: bool) -> None:
         engine = _engine(run)
-        if killed:
-            self._wait(BEFORE_KILL_S, f"{run.plan.name}: waits before the kill")
         packed = packed_bytes(run.folder)
         if run.plan.budget is not None:
             run.cache = run.cache.plus(read_cache_figures(PodClient(engine.url)))
         if killed:
             engine.kill()
-            self._console.line(f"{run.plan.name}: engine killed, {BEFORE_KILL_S:.0f} s after the last turn")
+            self._console.line(f"{run.plan.name}: engine killed")
         else:
             seconds = engine.stop(self._waiting(f"{run.plan.name}: engine ends"))
             run.shutdown_seconds = max(run.shutdown_seconds or 0.0, seconds)
