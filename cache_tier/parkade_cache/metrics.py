@@ -144,6 +144,9 @@ class CacheMetrics:
         self.hook_calls = self._gauge("hook_calls", "Calls of an engine step hook since the start.", "hook")
         self.hook_seconds = self._gauge("hook_seconds", "Time spent in an engine step hook since the start.", "hook")
         self.hook_longest_seconds = self._gauge("hook_longest_seconds", "Longest call of an engine step hook.", "hook")
+        self.hook_errors = self._counter(
+            "hook_errors", "Errors of the cache inside an engine step; the request went on without it.", "hook"
+        )
         self.uptime_seconds = self._gauge("uptime_seconds", "Age of the cache.")
         self.build_info = self._gauge("build_info", "1; what runs here.", "version", "format")
 

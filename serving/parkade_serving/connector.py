@@ -12,6 +12,7 @@ exactly once; failed blocks are poisoned before the engine asks for them again.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import re
 import time
@@ -47,6 +48,8 @@ from parkade_serving.manager import ParkadeManager, RequestHandle
 from parkade_serving.owner_runtime import OwnerRuntime
 from parkade_serving.spec import engine_config
 from parkade_serving.worker import ParkadeWorker, StoreSpec
+
+_log = logging.getLogger(__name__)
 
 _HASHED_ID = re.compile(r"[0-9a-f]{32}")
 
@@ -313,6 +316,13 @@ class _SchedulerSide:
 
     def begin(self, request: Request) -> None:
         """Attach a turn to the request."""
+        try:
+            self._begin(request)
+        except Exception:  # noqa: BLE001 - whatever it is, the engine must live: the request goes on uncached
+            _log.exception("the conversation cache could not take up request %s", request.request_id)
+            self.state.metrics.hook_errors.labels(hook="begin").inc()
+
+    def _begin(self, request: Request) -> None:
         status = self.scheduler._req_status[request.request_id]
         status.update_offload_keys()
 

@@ -6,7 +6,9 @@ every call takes the cache's lock for its own length only and returns without wa
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import logging
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,12 +24,15 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from parkade_cache.cache import ConversationCache, Found, OfferedBlock
+from parkade_cache.cache import ConversationCache, Found, OfferedBlock, StorePlan
 from parkade_cache.ids import NO_KEY, BlockKey, PackId
 from parkade_cache.owner import Owner
+from parkade_cache.transfers import LoadSource
 from parkade_cache.turns import ChainKeys, Turn
 from parkade_serving.owner_runtime import OwnerRuntime
 from parkade_serving.worker import LoadSpec, StoreSpec
+
+_log = logging.getLogger(__name__)
 
 _ANSWERS = {
     Found.HIT: LookupResult.HIT,
@@ -63,6 +68,15 @@ class ParkadeManager(OffloadingManager):
         self._tokens_per_block = runtime.block_tokens
         self._group_rank = runtime.group_rank
 
+    @contextmanager
+    def _survived(self, doing: str) -> Iterator[None]:
+        """An error of the cache costs this request its cache; left to itself it would end the engine."""
+        try:
+            yield
+        except Exception:  # noqa: BLE001 - whatever it is, the engine must live
+            _log.exception("the conversation cache failed in %s; the request goes on without it", doing)
+            self.owner.state.metrics.hook_errors.labels(hook=doing).inc()
+
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """See ``ConversationCache.lookup``; the connector holds the lock across a whole match."""
         handle = req_context.get_state(RequestHandle)
@@ -81,9 +95,11 @@ class ParkadeManager(OffloadingManager):
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadSpec:
         """Pin the blocks and say where they come from."""
         handle = _handle(req_context)
-        with self._lock:
-            ordered = [BlockKey(key) for key in keys]
-            handle.load_keys = ordered
+        ordered = [BlockKey(key) for key in keys]
+        handle.load_keys = ordered
+        # A plan that fails names no source: the load then fails, and the engine reads these blocks anew.
+        sources = [LoadSource(slot=-1)] * len(ordered)
+        with self._survived("plan_load"), self._lock:
             sources = self.cache.plan_load(handle.turn, ordered)
         return LoadSpec(tuple(sources), self.runtime.read_deadline_s())
 
@@ -93,7 +109,8 @@ class ParkadeManager(OffloadingManager):
         offered = list(keys)
         if handle is None:
             return PrepareStoreOutput([], StoreSpec(()), [])
-        with self.owner.hooks.timed("prepare_store"), self._lock:
+        plan = StorePlan((), ())
+        with self._survived("plan_store"), self.owner.hooks.timed("prepare_store"), self._lock:
             plan = self.cache.plan_store(handle.turn, self._offered(offered, handle, req_context))
         accepted = [offered[position] for position in plan.accepted]
         return PrepareStoreOutput(accepted, StoreSpec(plan.targets, tuple(BlockKey(key) for key in accepted)), [])
@@ -116,7 +133,7 @@ class ParkadeManager(OffloadingManager):
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         """A store has ended on every rank; the connector says beforehand which blocks were not captured."""
         handle = req_context.get_state(RequestHandle)
-        with self.owner.hooks.timed("complete_store"), self._lock:
+        with self._survived("store_done"), self.owner.hooks.timed("complete_store"), self._lock:
             ordered = [BlockKey(key) for key in keys]
             failed = self.runtime.take_uncaptured(ordered)
             if not success:
@@ -128,7 +145,7 @@ class ParkadeManager(OffloadingManager):
         handle = req_context.get_state(RequestHandle)
         if handle is None:
             return
-        with self.owner.hooks.timed("complete_load"), self._lock:
+        with self._survived("load_done"), self.owner.hooks.timed("complete_load"), self._lock:
             self.cache.load_done(
                 handle.turn,
                 keys=handle.load_keys,
@@ -151,7 +168,7 @@ class ParkadeManager(OffloadingManager):
         handle = req_context.get_state(RequestHandle)
         if handle is None:
             return
-        with self.owner.hooks.timed("request_closed"), self._lock:
+        with self._survived("close"), self.owner.hooks.timed("request_closed"), self._lock:
             self.cache.close(handle.turn, outcome=handle.turn.outcome)
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
