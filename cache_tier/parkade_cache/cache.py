@@ -30,7 +30,7 @@ from parkade_cache.turns import ChainKeys, StreamPack, Turn
 PENDING_DEADLINE_S = 2.0
 """How long a request waits for a block that is being copied or written before it is read anew."""
 
-ADMISSION_WAIT_S = 0.025
+ADMISSION_WAIT_S = 0.1
 """How long a request waits for the gate to say whether RAM has room; after that its blocks go to disk."""
 
 _READY = int(RamState.READY)

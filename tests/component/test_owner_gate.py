@@ -440,7 +440,7 @@ def test_case_67_a_new_floor_counts_from_the_next_reading_and_leaves_a_receipt(p
 
 
 def test_a_slow_gate_does_not_hold_up_a_request(pod: Pod) -> None:
-    """Trap 4: the answer is awaited for 25 ms; what it is late for is streamed."""
+    """Trap 4: the answer is awaited for a bounded time; what it is late for is streamed."""
     pod.admission_patience_s = 0.0
     pod.fs.held.clear()
     pod.sampler.on_sample = lambda: pod.fs.held.wait(20)
