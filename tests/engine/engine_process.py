@@ -181,9 +181,8 @@ def main() -> None:
             facts["restored"] = engine.turn(first)
         case "damaged":
             facts["pack"] = damage_one_pack()
-            facts["damaged"] = engine.turn(first)
-            facts["other"] = engine.turn(other)
-            facts["healed"] = engine.turn(first)
+            facts["damaged"] = [engine.turn(first), engine.turn(other)]
+            facts["healed"] = [engine.turn(first), engine.turn(other)]
             facts["quarantined"] = engine.owner.summary()["disk"]["quarantined"]
     facts["out"] = engine.watch.out
     facts["entered"] = engine.watch.entered
