@@ -36,6 +36,10 @@ def run_checks(runner: list[str]) -> subprocess.CompletedProcess[str]:
     )
 
 
+COMMAND_WAS_NOT_FOUND = (126, 127)
+"""A shell's answers where the interpreter of this environment cannot be run in there, as with a /tmp of its own."""
+
+
 def found_runner() -> str | None:
     named = os.environ.get("PARKADE_CGROUP2")
     return shutil.which(named) if named else None
@@ -53,6 +57,8 @@ def kernel() -> dict[str, Any]:
     if runner is None:
         pytest.skip(f"{found['skip']}, and PARKADE_CGROUP2 names no runner")
     done = run_checks([runner])
+    if done.returncode in COMMAND_WAS_NOT_FOUND:
+        pytest.skip(f"the kernel that {runner} starts does not see this folder: {done.stdout.strip()[-200:]}")
     if done.returncode == RUNNER_DID_NOT_GET_THAT_FAR or "is missing" in done.stderr:
         pytest.skip(f"{runner} could not start a kernel: {done.stderr.strip()[-200:]}")
     assert done.returncode == 0, done.stderr
