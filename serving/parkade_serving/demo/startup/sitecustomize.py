@@ -16,9 +16,11 @@ _usual = gc.get_threshold()
 _begun = time.monotonic()
 
 
-def _back_to_usual(_phase: str, _info: dict[str, int]) -> None:
-    if time.monotonic() - _begun > _STARTED_AFTER_S:
+def _back_to_usual(phase: str, _info: dict[str, int]) -> None:
+    if phase == "stop" and time.monotonic() - _begun > _STARTED_AFTER_S:
         gc.callbacks.remove(_back_to_usual)
+        # What importing made stays: a full pass over it takes half a second, in the middle of a step.
+        gc.freeze()
         gc.set_threshold(*_usual)
 
 
