@@ -1,8 +1,7 @@
-"""Identifiers and closed sets that every part of the cache shares."""
+"""Identifiers that every part of the cache shares."""
 
 from __future__ import annotations
 
-import enum
 from typing import NewType
 
 BlockKey = NewType("BlockKey", bytes)
@@ -18,12 +17,3 @@ PackId = NewType("PackId", str)
 
 NO_KEY = BlockKey(b"")
 """Parent of the first block of a chain."""
-
-
-class Tier(enum.StrEnum):
-    """Where a block's bytes are."""
-
-    ENGINE = "engine"
-    RAM = "ram"
-    DISK = "disk"
-    ARCHIVE = "archive"

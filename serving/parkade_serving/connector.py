@@ -20,7 +20,6 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -239,10 +238,6 @@ class ParkadeConnector(OffloadingConnector):
         """State of the worker's side."""
         assert self._worker_side is not None
         return self._worker_side
-
-    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """The engine's memory exists: create the mover."""
-        super().register_kv_caches(kv_caches)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Blocks are taken away: give up what was not copied yet."""

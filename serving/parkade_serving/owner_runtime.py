@@ -54,7 +54,6 @@ class PodSettings:
     rank: int
     block_tokens: tuple[int, ...]
     group_ids: tuple[int, ...]
-    engine_id: str
 
     @property
     def group_rank(self) -> dict[int, int]:
@@ -95,7 +94,6 @@ def read_settings(config: OffloadingConfig, vllm_config: VllmConfig) -> PodSetti
         rank=config.parallel.rank,
         block_tokens=tuple(group.tokens_per_block for group in config.groups),
         group_ids=tuple(group.group_id for group in config.groups),
-        engine_id=config.engine_id,
     )
 
 
