@@ -15,8 +15,9 @@ import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from parkade_cache.conversations import Conversation
+from parkade_cache.conversations import Conversation, Tip
 from parkade_cache.disk_tier import DiskTier
+from parkade_cache.heaps import PodHeaps
 from parkade_cache.ids import ConversationId
 from parkade_cache.ledger import DiskState
 from parkade_cache.memory.gate import (
@@ -42,10 +43,12 @@ from parkade_cache.memory.gate import (
     plan_after_capture,
     victims_of,
 )
+from parkade_cache.memory.pressure import PressureLevel
 from parkade_cache.memory.reading import MemorySampler, Reading
+from parkade_cache.memory.watch import Strain, relief_band_bytes
 from parkade_cache.mover import ExtentsCommitted, ExtentsReleased, HeapReleased, JobId, JobOutcome, Mover
-from parkade_cache.policy import PolicyChange
-from parkade_cache.receipts import HeapRecord, ReceiptKind
+from parkade_cache.policy import MemoryPolicy, PolicyChange
+from parkade_cache.receipts import GivenBack, HeapRecord, ReceiptKind
 from parkade_cache.spill import WriteOutcome
 from parkade_cache.state import CacheState
 from parkade_cache.turns import Turn
@@ -55,8 +58,17 @@ _log = logging.getLogger(__name__)
 ANSWER_TIMEOUT_S = 5.0
 """How long a decision waits for a mover to release memory before it reads again without its answer."""
 
-HEAP_RELEASE_INTERVAL_S = 2.0
-"""Heaps are asked at most this often: one that was just trimmed has nothing to give."""
+IDLE_HEAP_INTERVAL_S = 30.0
+"""Heaps are released at most this often while nothing is short; the gate itself asks whenever it is short (G3)."""
+
+CRITICAL_WRITE_OUT_S = 5.0
+"""Deadline of the write-outs of one relief at critical pressure (case 60)."""
+
+_WARNING_SHARE = 0.25
+"""What one relief at warning level lets go of at most, as a share of what is parked: the next one looks again."""
+
+_STALL_SHARE = 0.125
+"""What relief frees for stalls alone, where the reading shows nothing missing, as a share of what is parked."""
 
 _SAFE = frozenset({WriteOutcome.WRITTEN, WriteOutcome.ALREADY_ON_DISK})
 
@@ -90,6 +102,8 @@ class _Tally:
     write_out_seconds: float = 0.0
     released_bytes: int = 0
     heaps: list[HeapRecord] = field(default_factory=list)
+    own_written_out: int = 0
+    started: float = 0.0
     deadline: float = 0.0
 
     def count(self, outcome: WriteOutcome) -> None:
@@ -120,6 +134,7 @@ class Admission:
         sampler: MemorySampler,
         mover: Mover,
         disk: DiskTier | None,
+        heaps: PodHeaps | None = None,
     ) -> None:
         self.state = state
         self.sampler = sampler
@@ -134,7 +149,14 @@ class Admission:
         self._tally = _Tally()
         self._asking: Turn | None = None
         self._victims: Sequence[Victim] | None = None
+        self._heaps = heaps
         self._last_heap_release = float("-inf")
+        self._ending = False
+        self._candidate_cap: int | None = None
+        self._cheapest_first = False
+        self._most_bytes: int | None = None
+        self.refused_under_pressure = False
+        """The last relief could not restore the floor (case 61)."""
 
     # -- wishes --------------------------------------------------------------------------------------------
 
@@ -357,39 +379,127 @@ class Admission:
 
     # -- a changed policy ------------------------------------------------------------------------------------
 
-    def policy_changed(self, change: PolicyChange) -> None:
-        """A new floor or budget counts from the next reading on; what is free is given back at once (case 67)."""
+    def policy_changed(self, change: PolicyChange) -> GateDecision:
+        """A new limit, floor or budget is in force: make it hold at once, as far as that is possible (case 67)."""
         old, new = change.old.memory, change.new.memory
-        self._begin_tally()
-        before, _ = self.read()
+        started = self.state.clock.monotonic()
+        request = GateRequest(kind=NeedKind.PRESSURE, need_bytes=0, floor_bytes=new.floor)
+        decision = self._give_back(request)
         self.release_empty()
-        after, _ = self.read()
-        self.state.metrics.resize.labels(outcome="applied").inc()
         self.state.receipts.add(
             kind=ReceiptKind.POLICY,
-            outcome="applied",
-            floor_bytes=new.floor,
-            reading_before=before,
-            reading_after=after,
-            released_bytes=self._tally.released_bytes,
+            outcome="applied" if decision.admitted else "applied_in_part",
+            reason=decision.reason,
+            duration_seconds=self.state.clock.monotonic() - started,
+            **self._given_back(decision),
+            detail={"old": _limits_of(old), "new": _limits_of(new)},
+        )
+        return decision
+
+    def make_room_for(self, limit_bytes: int, policy: MemoryPolicy) -> GateDecision:
+        """Case 66: a lowered limit, before it is in force; all of it, or a refusal that lets go of nothing in vain."""
+        started = self.state.clock.monotonic()
+        request = GateRequest(kind=NeedKind.RESIZE, need_bytes=policy.headroom, floor_bytes=policy.floor)
+        self._candidate_cap = limit_bytes
+        try:
+            decision = self._give_back(request)
+        finally:
+            self._candidate_cap = None
+        outcome = "confirmed" if decision.admitted else "refused"
+        self.state.metrics.resize.labels(outcome=outcome).inc()
+        self.state.receipts.add(
+            kind=ReceiptKind.RESIZE,
+            outcome=outcome,
+            reason=decision.reason,
+            duration_seconds=self.state.clock.monotonic() - started,
+            **self._given_back(decision),
+            detail={"limit": limit_bytes},
+        )
+        return decision
+
+    def relieve(self, strain: Strain) -> GateDecision | None:
+        """Give back what pressure asks for, the cheapest memory first: heaps, published, then unwritten ones.
+
+        None where nothing was decided: stalls that may be a neighbour's cost nobody a conversation.
+        """
+        started = self.state.clock.monotonic()
+        reason = "limit_changed" if strain.limits_changed else strain.level.value
+        if strain.level is PressureLevel.NONE and self.over_budget():
+            reason = "budget"
+        floor_bytes = self.state.policy.memory.floor
+        elsewhere = strain.stalls_of_neighbours and strain.level is not PressureLevel.NONE
+        if elsewhere and not strain.limits_changed:
+            self.release_heaps("stalls_elsewhere")
+            return None
+        request = GateRequest(
+            kind=NeedKind.PRESSURE, need_bytes=self._relief_bytes(strain, floor_bytes), floor_bytes=floor_bytes
+        )
+        decision = self._give_back(request, level=strain.level)
+        self.refused_under_pressure = not decision.admitted and strain.level is PressureLevel.CRITICAL
+        self.state.metrics.relief.labels(reason=reason, outcome="held" if decision.admitted else "short").inc()
+        if decision.progress == NOTHING_DONE and decision.admitted:
+            return decision
+        self.state.receipts.add(
+            kind=ReceiptKind.RELEASE,
+            outcome="relieved" if decision.admitted else "short",
+            reason=reason,
+            duration_seconds=self.state.clock.monotonic() - started,
+            **self._given_back(decision),
+            detail={"level": strain.level.value, "refusal": decision.reason},
+        )
+        return decision
+
+    def _relief_bytes(self, strain: Strain, floor_bytes: int) -> int:
+        """What must become available above the floor: a little more than it, or a step where only stalls say so."""
+        band_bytes = relief_band_bytes(floor_bytes)
+        available_bytes = strain.reading.available_bytes
+        if strain.level is PressureLevel.NONE or available_bytes is None or available_bytes < floor_bytes + band_bytes:
+            return band_bytes if strain.level is not PressureLevel.NONE else 0
+        return available_bytes - floor_bytes + int(self.state.slots.held_bytes() * _STALL_SHARE)
+
+    def _give_back(self, request: GateRequest, *, level: PressureLevel = PressureLevel.NONE) -> GateDecision:
+        """One decision that adds nothing and lets go of what it must."""
+        self._cheapest_first = True
+        if level is PressureLevel.WARNING:
+            self._most_bytes = int(self.state.slots.held_bytes() * _WARNING_SHARE)
+        try:
+            return self._decide(request, within_s=CRITICAL_WRITE_OUT_S if level is PressureLevel.CRITICAL else None)
+        finally:
+            self._cheapest_first = False
+            self._most_bytes = None
+
+    def _given_back(self, decision: GateDecision) -> GivenBack:
+        """What the receipts of limits, floors and pressure have in common."""
+        tally = self._tally
+        return GivenBack(
+            tier="ram",
+            need_bytes=decision.request.need_bytes,
+            floor_bytes=decision.request.floor_bytes,
+            reading_before=decision.before,
+            reading_after=decision.after,
+            evicted=tuple(tally.evicted),
+            released_bytes=tally.released_bytes,
             still_parked_bytes=self.state.slots.held_bytes(),
-            detail={
-                "old": {"floor": old.floor, "parked_max": old.parked.max},
-                "new": {"floor": new.floor, "parked_max": new.parked.max},
-            },
+            heaps=tuple(tally.heaps),
+            written_out=tally.outcomes.get(WriteOutcome.WRITTEN.value, 0),
+            already_on_disk=tally.outcomes.get(WriteOutcome.ALREADY_ON_DISK.value, 0),
+            dropped=tally.dropped,
+            skipped_busy=tuple(tally.skipped_busy),
+            write_out_seconds=tally.write_out_seconds,
         )
 
     # -- decisions -------------------------------------------------------------------------------------------
 
-    def _begin_tally(self) -> None:
+    def _begin_tally(self, within_s: float | None = None) -> None:
         spill = self.state.policy.spill
         seconds = float(spill.write_out_seconds) if spill is not None else 0.0
-        self._tally = _Tally(deadline=self.state.clock.monotonic() + seconds)
+        seconds = seconds if within_s is None else min(seconds, within_s)
+        self._tally = _Tally(started=self.state.clock.monotonic(), deadline=self.state.clock.monotonic() + seconds)
         self._victims = None
 
-    def _decide(self, request: GateRequest) -> GateDecision:
+    def _decide(self, request: GateRequest, *, within_s: float | None = None) -> GateDecision:
         state = self.state
-        self._begin_tally()
+        self._begin_tally(within_s)
         started = state.clock.monotonic()
         decision = decide(request, self)
         state.metrics.gate_decision_seconds.observe(state.clock.monotonic() - started)
@@ -402,7 +512,8 @@ class Admission:
         """A new reading, and what is admitted and not yet committed, in the only safe order (G15)."""
         with self.state.lock:
             reserved = self.reserved_at_last_reading = self.state.slots.reserved_bytes()
-        reading = self.sampler.sample()
+        cap_bytes = self._candidate_cap
+        reading = self.sampler.sample() if cap_bytes is None else self.sampler.sample_under(cap_bytes)
         self.last_reading = reading
         if not reading.known:
             self.state.metrics.memory_unknown.inc()
@@ -420,14 +531,22 @@ class Admission:
                 max_conversations=state.policy.memory.parked.max_conversations,
             )
 
+    def over_budget(self) -> bool:
+        """Whether more is parked than may be, as when what was in use outlived a lowered budget."""
+        budget = self.budget()
+        too_many = 0 < budget.max_conversations < budget.conversations
+        return budget.parked_bytes > budget.parked_max_bytes or too_many
+
     def victims(self) -> Sequence[Victim]:
         """Those that may go, in order (G4, G6): worked out once a decision, and anew when one was passed over."""
         if self._victims is None:
-            self._victims = victims_of(
+            found = victims_of(
                 self._candidates(),
                 extent_bytes=self.state.geometry.pod_extent_bytes,
                 held_extents=self._held_extents(),
+                cheapest_first=self._cheapest_first,
             )
+            self._victims = found if self._most_bytes is None else _first_bytes(found, self._most_bytes)
         return self._victims
 
     def _held_extents(self) -> frozenset[int]:
@@ -450,18 +569,45 @@ class Admission:
         for conversation in conversations:
             # The lock is let go in between: a step hook waits for one conversation's chain at most.
             with state.lock:
+                spare = self._spare_chains(conversation)
+                if spare:
+                    found.append(self._candidate(conversation, spare, now))
+                kept = [tip for tip in conversation.tips if tip not in spare] if spare else conversation.tips
                 found.append(
-                    Candidate(
-                        conversation=conversation.id,
-                        extents=self._extents_of(conversation),
-                        idle_seconds=max(0.0, now - conversation.last_used),
-                        published=not conversation.dirty and not conversation.writing,
+                    replace(
+                        self._candidate(conversation, kept, now),
                         pinned=conversation.pinned,
                         busy=conversation.busy,
                         incoming=conversation is asking or self._is_extended(conversation),
                     )
                 )
         return found
+
+    def _candidate(self, conversation: Conversation, tips: Iterable[Tip], now: float) -> Candidate:
+        return Candidate(
+            conversation=conversation.id,
+            extents=self._extents_of_chains(row for tip in tips for row in tip.rows),
+            idle_seconds=max(0.0, now - conversation.last_used),
+            published=not conversation.dirty and not conversation.writing,
+        )
+
+    def _spare_chains(self, conversation: Conversation) -> list[Tip]:
+        """Chains of the asker's own conversation that its request neither extends nor restores from (W5).
+
+        None while another request of it is in flight, and never all: what the conversation was last at stays.
+        """
+        asking = self._asking
+        if asking is None or conversation is not asking.conversation or conversation.in_flight != 1:
+            return []
+        if conversation.pinned or not conversation.in_ram:
+            return []
+        used = {*asking.arrival, *asking.tips.values()}
+        descends = self.state.ledger.descends
+        return [
+            tip
+            for tip in conversation.tips
+            if tip.in_ram and not any(descends(row, top) or descends(top, row) for row in tip.rows for top in used)
+        ]
 
     def _is_extended(self, conversation: Conversation) -> bool:
         """Whether the request's prompt extends one of the conversation's chains (case 58)."""
@@ -486,12 +632,17 @@ class Admission:
         before = self._tally.released_bytes
         self.release_empty()
         if step.first:
-            self._release_heaps()
+            self._ask_heaps()
         return self._tally.released_bytes - before
 
     def evict(self, conversation: ConversationId) -> bool:
         """Write the conversation out, then let its RAM go; False when it turned out to be busy (case 55)."""
-        if self.let_go(conversation, reason="gate"):
+        asking = self._asking
+        if asking is not None and asking.conversation.id == conversation:
+            went = self._let_spare_chains_go(asking.conversation)
+        else:
+            went = self.let_go(conversation, reason="pressure" if self._cheapest_first else "gate")
+        if went:
             return True
         self._victims = None
         return False
@@ -531,7 +682,7 @@ class Admission:
         seconds = state.clock.monotonic() - started
         self._tally.write_out_seconds += seconds
         with state.lock:
-            lost = self._lost_blocks(conversation)
+            lost = self._lost_blocks(conversation.rows())
             # Blocks that are unwritten after a complete write-out came with a turn that began and ended meanwhile.
             used_meanwhile = outcome in _SAFE and lost > 0
             if state.conversations.get(victim) is not conversation or used_meanwhile or not self._may_go(conversation):
@@ -543,6 +694,29 @@ class Admission:
         self._let_go_receipts(gone)
         if self.disk is not None:
             self.disk.collect_dead()
+        return True
+
+    def _let_spare_chains_go(self, conversation: Conversation) -> bool:
+        """W5: the asker's own chains that its request has no use for leave RAM, after their write-out."""
+        state = self.state
+        started = state.clock.monotonic()
+        outcome = self._write_out(conversation)
+        seconds = state.clock.monotonic() - started
+        self._tally.write_out_seconds += seconds
+        with state.lock:
+            spare = self._spare_chains(conversation)
+            lost = self._lost_blocks(row for tip in spare for row in tip.rows)
+            if not spare or (lost and outcome in _SAFE):
+                self._tally.skipped_busy.append(conversation.id)
+                return False
+            tokens = max(tip.tokens for tip in spare)
+            for tip in spare:
+                state.leave_ram_alone(conversation, tip)
+            freed = state.free_unheld_ram()
+            state.changed()
+        self._tally.count(outcome)
+        self._tally.own_written_out += outcome in _SAFE
+        self._let_go_receipts(_LetGo(conversation.id, "own_conversation", outcome, tokens, freed, lost, seconds))
         return True
 
     def _may_go(self, conversation: Conversation) -> bool:
@@ -567,14 +741,14 @@ class Admission:
             return WriteOutcome.TIER_OFF
         return self.disk.write_out(conversation, deadline=self._tally.deadline)
 
-    def _lost_blocks(self, conversation: Conversation) -> int:
-        """Blocks that would be nowhere any more once the conversation has left RAM."""
+    def _lost_blocks(self, tops: Iterable[int]) -> int:
+        """Blocks that would be nowhere any more once the chains ending at ``tops`` have left RAM."""
         ledger = self.state.ledger
         gone: dict[int, int] = {}
         keeps = self.state.keeps_on_disk
         return sum(
             1
-            for row in conversation.rows()
+            for row in tops
             for freed in ledger.ram_frees(row, gone)
             if ledger.disk[freed] != DiskState.PUBLISHED and keeps(freed)
         )
@@ -615,47 +789,71 @@ class Admission:
         if wait and not asked.done.wait(ANSWER_TIMEOUT_S):
             _log.warning("a mover has not released extents within %.0f s", ANSWER_TIMEOUT_S)
 
-    def _release_heaps(self) -> None:
-        now = self.state.clock.monotonic()
-        if now - self._last_heap_release < HEAP_RELEASE_INTERVAL_S:
+    def heaps_rested(self) -> bool:
+        """Whether a release of the heaps that nothing asks for is due (rate limit; the gate is not bound by it)."""
+        return self.state.clock.monotonic() - self._last_heap_release >= IDLE_HEAP_INTERVAL_S
+
+    def release_heaps(self, reason: str) -> None:
+        """Release the heaps off the request path, where it is not too soon; its receipt says what came of it."""
+        if not self.heaps_rested():
             return
+        self._begin_tally()
+        started = self.state.clock.monotonic()
+        self._ask_heaps()
+        self.state.receipts.add(
+            kind=ReceiptKind.RELEASE,
+            outcome="released",
+            reason=reason,
+            released_bytes=self._tally.released_bytes,
+            duration_seconds=self.state.clock.monotonic() - started,
+            heaps=tuple(self._tally.heaps),
+        )
+
+    def _ask_heaps(self) -> None:
+        """Ask every process of the pod, and wait until each has answered or timed out (G3)."""
+        started = self.state.clock.monotonic()
         with self.state.lock:
             job = self.state.next_job()
         asked = self._ask(job)
         self.mover.release_heap(job)
+        records = list(self._heaps.release(ANSWER_TIMEOUT_S)) if self._heaps is not None else []
         asked.done.wait(ANSWER_TIMEOUT_S)
         self._last_heap_release = self.state.clock.monotonic()
-        for report in asked.reports:
-            if isinstance(report, HeapReleased):
-                self._heap_released(report)
+        records += [_heap_record(report) for report in asked.reports if isinstance(report, HeapReleased)]
+        for record in records:
+            self._heap_released(record)
+        self.state.metrics.release_seconds.labels(what="heaps").observe(self._last_heap_release - started)
 
-    def _heap_released(self, report: HeapReleased) -> None:
+    def _heap_released(self, record: HeapRecord) -> None:
         metrics = self.state.metrics
-        labels = {"process": report.process, "allocator": report.allocator}
-        given_back = max(0, report.resident_before_bytes - report.resident_after_bytes)
-        metrics.trim_seconds.labels(**labels).observe(report.seconds)
+        labels = {"process": record.process, "allocator": record.allocator}
+        given_back = max(0, record.resident_before_bytes - record.resident_after_bytes)
+        metrics.trim_seconds.labels(**labels).observe(record.trim_seconds)
         metrics.trim_released_bytes.labels(**labels).inc(given_back)
-        metrics.trim_resident_bytes.labels(process=report.process, when="before").set(report.resident_before_bytes)
-        metrics.trim_resident_bytes.labels(process=report.process, when="after").set(report.resident_after_bytes)
+        metrics.released_bytes.labels(what="heaps").inc(given_back)
+        metrics.trim_resident_bytes.labels(process=record.process, when="before").set(record.resident_before_bytes)
+        metrics.trim_resident_bytes.labels(process=record.process, when="after").set(record.resident_after_bytes)
+        if record.heap_bytes_before is not None and record.heap_free_before_bytes is not None:
+            used_bytes = max(0, record.heap_bytes_before - record.heap_free_before_bytes)
+            metrics.heap_bytes.labels(process=record.process, state="in_use").set(used_bytes)
+            metrics.heap_bytes.labels(process=record.process, state="free").set(record.heap_free_before_bytes)
         self._tally.released_bytes += given_back
-        self._tally.heaps.append(
-            HeapRecord(
-                process=report.process,
-                allocator=report.allocator,
-                trim_seconds=report.seconds,
-                resident_before_bytes=report.resident_before_bytes,
-                resident_after_bytes=report.resident_after_bytes,
-                heap_bytes_before=report.heap_bytes,
-                heap_free_before_bytes=report.heap_free_bytes,
-                returned=report.returned,
-            )
-        )
+        self._tally.heaps.append(record)
 
     def _ask(self, job: JobId) -> _Asked:
         asked = _Asked(left=self.state.geometry.ranks)
         with self.state.lock:
             self._asked[job] = asked
+            if self._ending:
+                asked.done.set()
         return asked
+
+    def stop_waiting(self) -> None:
+        """The owner ends: nobody hears the movers' answers any more, so nobody waits for them."""
+        with self.state.lock:
+            self._ending = True
+            for asked in self._asked.values():
+                asked.done.set()
 
     def answered(self, report: ExtentsReleased | HeapReleased) -> None:
         """A rank has released memory."""
@@ -732,8 +930,37 @@ class Admission:
             still_parked_bytes=state.slots.held_bytes(),
             heaps=tuple(tally.heaps),
             written_out=outcomes.get(WriteOutcome.WRITTEN.value, 0),
+            own_conversation_written_out=tally.own_written_out,
             already_on_disk=outcomes.get(WriteOutcome.ALREADY_ON_DISK.value, 0),
             dropped=tally.dropped,
             skipped_busy=tuple(tally.skipped_busy),
             write_out_seconds=tally.write_out_seconds,
+            duration_seconds=self.state.clock.monotonic() - tally.started,
         )
+
+
+def _first_bytes(victims: Sequence[Victim], nbytes: int) -> tuple[Victim, ...]:
+    """The first victims that together free ``nbytes``."""
+    freed = 0
+    for count, victim in enumerate(victims, start=1):
+        freed += victim.freeable_bytes
+        if freed >= nbytes:
+            return tuple(victims[:count])
+    return tuple(victims)
+
+
+def _limits_of(memory: MemoryPolicy) -> dict[str, int | None]:
+    return {"limit": memory.limit, "floor": memory.floor, "parked_max": memory.parked.max}
+
+
+def _heap_record(report: HeapReleased) -> HeapRecord:
+    return HeapRecord(
+        process=report.process,
+        allocator=report.allocator,
+        trim_seconds=report.seconds,
+        resident_before_bytes=report.resident_before_bytes,
+        resident_after_bytes=report.resident_after_bytes,
+        heap_bytes_before=report.heap_bytes,
+        heap_free_before_bytes=report.heap_free_bytes,
+        returned=report.returned,
+    )

@@ -187,8 +187,12 @@ class ConversationCache:
         schedules it, and where they go is decided then.
         """
         now = self.state.clock.monotonic()
+        if turn.asked_at is None:
+            turn.asked_at = now
         if turn.admission_pending and now < turn.admission_deadline:
             return True
+        if not turn.matched and turn.pending_since is None:
+            turn.gate_wait_seconds = now - turn.asked_at
         if turn.pending_since is None:
             return False
         if now - turn.pending_since > PENDING_DEADLINE_S:
@@ -208,6 +212,8 @@ class ConversationCache:
         Restoring that is predicted slower than re-reading is skipped with a receipt (R3). The chain up to the
         match is held until the request ends, so that nothing of it goes between the answer and the load.
         """
+        if turn.pending_since is not None:
+            turn.block_wait_seconds += self.state.clock.monotonic() - turn.pending_since
         turn.pending_since = None
         if turn.prompt_read_seconds is None:
             # After a preemption the engine finds what this very request has computed: that is no reuse.

@@ -28,6 +28,8 @@ class Tip:
     rows: tuple[int, ...]
     tokens: int
     last_used: float
+    in_ram: bool = True
+    """Kept in RAM whenever its conversation is; False once it was let go by itself (W5)."""
 
 
 @dataclass(slots=True)

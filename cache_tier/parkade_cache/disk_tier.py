@@ -11,17 +11,20 @@ gate's threads, never by a step hook. Rules: W1-W4, W7, W8, D2, D6, D7.
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import secrets
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from parkade_cache.conversations import Conversation
-from parkade_cache.errors import ParkadeError
+from parkade_cache.errors import ParkadeError, SpillError
 from parkade_cache.ids import BlockKey, PackId
 from parkade_cache.ledger import DiskState
 from parkade_cache.mover import BlockMeta, JobId, JobOutcome, Mover, PackOrder, PackWritten, SlotBlock
+from parkade_cache.policy import SpillPolicy
 from parkade_cache.receipts import ReceiptKind
 from parkade_cache.spill import (
     PackEntry,
@@ -47,6 +50,28 @@ RETRY_AFTER_FAILURE_S = 5.0
 
 PROBE_INTERVAL_S = 2.0
 """How often a disk that failed is tried again (D8)."""
+
+LONGEST_PROBE_INTERVAL_S = 60.0
+"""The interval doubles up to this while the disk fails again within as long of being used again."""
+
+DISK_PATIENCE_S = 10.0
+"""How long the owner waits for one call to the disk; then it counts as failed, and the call goes on without it."""
+
+STUCK_AFTER_S = 5.0
+"""A write that was given up and does not end for this long hangs, and the disk with it; one that is slow ends."""
+
+_ERROR_LABELS = {
+    errno.ENOSPC: "no_space",
+    errno.EDQUOT: "no_space",
+    errno.EIO: "io_error",
+    errno.EROFS: "read_only",
+    errno.ESTALE: "gone",
+    errno.ENOENT: "gone",
+    errno.ENODEV: "gone",
+    errno.EACCES: "not_permitted",
+    errno.EPERM: "not_permitted",
+    errno.ETIMEDOUT: "hangs",
+}
 
 CANCEL_WAIT_S = 1.0
 """How long a cancelled write may take to say so before its conversation is let go without it."""
@@ -93,10 +118,20 @@ class DiskTier:
         self.store = store
         self.mover = mover
         self._tickets: dict[JobId, WriteTicket] = {}
+        self._ending: dict[JobId, WriteTicket] = {}
+        """Writes that have ended and are being published or undone: nobody can give them up any more."""
         self._reservations: dict[PackId, Reservation] = {}
         self._io = threading.RLock()
         self._streams = threading.Lock()
         self._probe_at = float("-inf")
+        self._probe_interval_s = 0.0
+        self._healthy_since = float("-inf")
+        self._failed_since = float("-inf")
+        self._given_up: dict[JobId, float] = {}
+        self._look_at = float("-inf")
+        self._space_due = float("inf")
+        self._no_space = ""
+        store.patience.seconds = DISK_PATIENCE_S
         state.new_pack_id = self._name_stream
         mover.attach(str(store.identity_folder), store.fingerprint, direct=store.direct)
 
@@ -146,36 +181,134 @@ class DiskTier:
     def failed(self, operation: str, error: object) -> None:
         """An operation of the disk failed: count it, and look at the disk before it is used again (D8)."""
         state = self.state
-        state.totals.disk_errors += 1
-        state.metrics.spill_errors.labels(op=operation, reason="failed").inc()
-        _log.warning("spill: %s failed: %s", operation, error)
+        now = state.clock.monotonic()
+        reason = f"{operation}: {error}"
         with state.lock:
-            state.spill_reason = f"{operation}: {error}"
+            state.totals.disk_errors += 1
             was_healthy, state.spill_healthy = state.spill_healthy, False
-            self._probe_at = state.clock.monotonic() + PROBE_INTERVAL_S
+            is_news = was_healthy or reason != state.spill_reason
+            state.spill_reason = reason
+            if was_healthy:
+                again = now - self._healthy_since < LONGEST_PROBE_INTERVAL_S
+                longer = min(2 * self._probe_interval_s, LONGEST_PROBE_INTERVAL_S)
+                self._probe_interval_s = longer if again else PROBE_INTERVAL_S
+                self._failed_since = now
+            if was_healthy or operation == "probe":
+                # What else fails meanwhile must not put the next look off.
+                self._probe_at = now + self._probe_interval_s
+        state.metrics.spill_errors.labels(op=operation, reason=_error_label(error)).inc()
+        _log.log(logging.WARNING if is_news else logging.DEBUG, "spill: %s failed: %s", operation, error)
         if was_healthy:
-            state.receipts.add(kind=ReceiptKind.SPILL, outcome="degraded", reason=state.spill_reason[:200], tier="disk")
+            state.receipts.add(kind=ReceiptKind.SPILL, outcome="degraded", reason=reason[:200], tier="disk")
+        if _error_label(error) == "hangs":
+            self._give_up_streams()
+
+    def _give_up_streams(self) -> None:
+        """What waits to be streamed to a disk that hangs keeps blocks of the engine: let them go."""
+        with self.state.lock:
+            streams = [turn.stream for turn in self.state.turns.values()]
+        for stream in streams:
+            if stream is not None and not stream.failed:
+                self._refuse_stream(stream, "failed")
 
     def check_health(self) -> bool:
-        """Try a disk that has failed; True when its index or packs must be read again now that it works (D8)."""
+        """Try a disk that has failed; True when its index or packs must be read again now that it works (D8).
+
+        Also notices a disk that hangs, and one that has no room left for what was to be written last.
+        """
         state = self.state
+        stuck = self._stuck_writes()
+        if stuck and state.spill_healthy:
+            self.failed("write", SpillError(errno.ETIMEDOUT, f"{stuck} writes that were given up have not ended"))
         with state.lock:
-            asked, state.probe_due = state.probe_due, False
+            asked, state.probe_due = state.probe_due or self._takes_long(), False
             due = not state.spill_healthy and state.clock.monotonic() >= self._probe_at
-        if not (asked or due):
+        if not (asked or due) or stuck:
+            self._check_space()
             return False
         try:
             with self._io:
-                self.store.probe()
+                self._try()
         except (ParkadeError, OSError) as error:
             self.failed("probe", error)
             return False
+        self._works()
+        return self.store.needs_recovery
+
+    def _try(self) -> None:
+        """Write and read a little, then do what the disk has left undone; SpillError while it does not work."""
+        store = self.store
+        served = store.fingerprint
+        store.probe()
+        store.resume()
+        if store.fingerprint != served:
+            self.mover.attach(str(store.identity_folder), store.fingerprint, direct=store.direct)
+
+    def _works(self) -> None:
+        state = self.state
+        now = state.clock.monotonic()
         with state.lock:
             recovered, state.spill_healthy = not state.spill_healthy, True
-            state.spill_reason = ""
+            state.spill_reason = self._no_space
+            if recovered:
+                self._healthy_since = now
         if recovered:
-            state.receipts.add(kind=ReceiptKind.RECOVER, outcome="disk_healthy", tier="disk")
-        return self.store.needs_recovery
+            state.receipts.add(
+                kind=ReceiptKind.RECOVER,
+                outcome="disk_healthy",
+                tier="disk",
+                duration_seconds=max(0.0, now - self._failed_since),
+            )
+
+    def _takes_long(self) -> bool:
+        """Whether a write has been under way for long, and the disk has not been looked at since; under the lock."""
+        now = self.state.clock.monotonic()
+        if not self.state.spill_healthy or now < self._look_at:
+            return False
+        begun = [ticket.started for ticket in self._tickets.values()]
+        begun += [turn.started for turn in self.state.turns.values() if turn.stream and not turn.stream.failed]
+        if min(begun, default=now) > now - DISK_PATIENCE_S:
+            return False
+        self._look_at = now + DISK_PATIENCE_S
+        return True
+
+    def _stuck_writes(self) -> int:
+        """Writes that were given up long ago and whose movers are still in the kernel with them."""
+        now = self.state.clock.monotonic()
+        with self.state.lock:
+            given_up = [job for job, ticket in self._tickets.items() if ticket.forgotten]
+        self._given_up = {job: self._given_up.get(job, now) for job in given_up}
+        return sum(now - since >= STUCK_AFTER_S for since in self._given_up.values())
+
+    def _check_space(self) -> None:
+        """Say so when the free-space floor refuses writes: no failure, since what is there is still read (case 38)."""
+        state = self.state
+        now = state.clock.monotonic()
+        if not state.spill_healthy or not (self.store.refused_bytes or self._no_space):
+            self._space_due = float("inf")
+            return
+        # Not at once: a refusal may just be making the oldest conversations give way.
+        self._space_due = min(self._space_due, now + PROBE_INTERVAL_S)
+        if now < self._space_due:
+            return
+        self._space_due = float("inf")
+        try:
+            with self._io:
+                missing = self.store.missing_space()
+        except (ParkadeError, OSError) as error:
+            self.failed("measure", error)
+            return
+        reason = f"no space: the free-space floor leaves {missing} bytes too little for the next write"
+        was_short, self._no_space = bool(self._no_space), reason if missing else ""
+        with state.lock:
+            if state.spill_healthy:
+                state.spill_reason = self._no_space
+        if missing and not was_short:
+            _log.warning("spill: %s", reason)
+            state.metrics.spill_errors.labels(op="reserve", reason="no_space").inc()
+            state.receipts.add(kind=ReceiptKind.SPILL, outcome="no_space", reason=reason, tier="disk")
+        elif was_short and not missing:
+            state.receipts.add(kind=ReceiptKind.RECOVER, outcome="space_again", tier="disk")
 
     # -- orders ------------------------------------------------------------------------------------------
 
@@ -427,8 +560,9 @@ class DiskTier:
         in_order = sorted(reports, key=lambda report: report.rank)
         with self.state.lock:
             ticket = self._tickets.pop(in_order[0].job, None)
-        if ticket is None:
-            return
+            if ticket is None:
+                return
+            self._ending[ticket.job] = ticket
         try:
             if all(report.outcome is JobOutcome.DONE for report in in_order) and not ticket.forgotten:
                 self._publish(ticket, in_order)
@@ -437,6 +571,8 @@ class DiskTier:
         finally:
             self._ended(ticket)
         self.collect_dead()
+        with self.state.lock:
+            del self._ending[ticket.job]
         ticket.done.set()
 
     def _ended(self, ticket: WriteTicket) -> None:
@@ -601,6 +737,15 @@ class DiskTier:
                 return answer
             if not self.evict_oldest(answer.missing_bytes, keep):
                 return answer
+
+    def set_limits(self, spill: SpillPolicy) -> None:
+        """A new policy's capacity, free-space floor and write budget count from now on."""
+        with self._io:
+            self.store.set_limits(
+                capacity_bytes=spill.size,
+                min_free_bytes=spill.min_free,
+                write_budget_bytes_per_hour=spill.write_budget_per_hour,
+            )
 
     def fit_capacity(self) -> None:
         """A disk that holds more than its capacity, as after a smaller one was set, gives the oldest up (case 45)."""
@@ -821,10 +966,19 @@ class DiskTier:
     def backlog_bytes(self) -> int:
         """Bytes of the writes that are ordered and not over."""
         with self.state.lock:
-            return sum(ticket.nbytes for ticket in self._tickets.values())
+            return sum(ticket.nbytes for ticket in (*self._tickets.values(), *self._ending.values()))
 
     def new_generation(self) -> None:
         """Nothing that is on disk is ever found again; what is under way can no longer be published (trap 14)."""
         with self._io:
             self.store.new_generation()
         self.mover.attach(str(self.store.identity_folder), self.store.fingerprint, direct=self.store.direct)
+
+
+def _error_label(error: object) -> str:
+    """The metric's label for an error, which may have come from another process as text."""
+    code = getattr(error, "errno", None)
+    if code in _ERROR_LABELS:
+        return _ERROR_LABELS[code]
+    text = str(error)
+    return next((label for number, label in _ERROR_LABELS.items() if os.strerror(number) in text), "failed")

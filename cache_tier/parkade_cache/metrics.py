@@ -91,6 +91,8 @@ class CacheMetrics:
         )
         self.released_bytes = self._counter("released_bytes", "Bytes given back to the kernel.", "what")
         self.resize = self._counter("resize", "Changes of a limit, floor or budget while running.", "outcome")
+        self.relief = self._counter("relief", "Times memory was given back under pressure.", "reason", "outcome")
+        self.memory_pressure_level = self._gauge("memory_pressure_level", "0 none, 1 warning, 2 critical.")
 
     def _define_conversations(self) -> None:
         self.conversations = self._gauge("conversations", "Conversations that have blocks in a tier.", "tier")

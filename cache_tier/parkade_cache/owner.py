@@ -21,9 +21,11 @@ from parkade_cache.admission import Admission
 from parkade_cache.cache import ConversationCache
 from parkade_cache.conversations import Conversation
 from parkade_cache.disk_tier import DiskTier, WriteTicket
-from parkade_cache.errors import ParkadeError
+from parkade_cache.errors import ParkadeError, PolicyError
+from parkade_cache.heaps import PodHeaps
 from parkade_cache.hooks import HookTimes
 from parkade_cache.ids import ConversationId
+from parkade_cache.live_policy import LivePolicy, PolicyOrder
 from parkade_cache.memory.reading import MemorySampler
 from parkade_cache.mover import ExtentsCommitted, ExtentsReleased, HeapReleased, JobId, Mover, PackWritten, Report
 from parkade_cache.policy import PolicyChange
@@ -32,6 +34,7 @@ from parkade_cache.receipts import ReceiptKind
 from parkade_cache.spill import SpillStore, WriteOutcome
 from parkade_cache.state import CacheState
 from parkade_cache.summaries import IdentityFacts, describe, find, list_conversations, summarise
+from parkade_cache.watcher import Surroundings, Watcher
 
 __all__ = ["IdentityFacts", "Owner"]
 
@@ -45,6 +48,9 @@ TOUCH_INTERVAL_S = 5.0
 
 DIRTY_WATERMARK = 0.25
 """W8: unwritten share of ``parked.max`` above which writing does not wait for a conversation to be idle."""
+
+POLICY_WAIT_S = 170.0
+"""How long a policy's sender waits for its answer; the change goes on without it."""
 
 _TURNS_SHARE = 0.5
 """Share of a drain's grace that running turns may take; the rest is for writing out (S1)."""
@@ -62,6 +68,8 @@ class Owner:
         sampler: MemorySampler,
         store: SpillStore | None,
         identity: IdentityFacts,
+        heaps: PodHeaps | None = None,
+        surroundings: Surroundings | None = None,
     ) -> None:
         self.state = state
         self.cache = ConversationCache(state)
@@ -76,6 +84,14 @@ class Owner:
         self._partial: dict[JobId, list[Report]] = {}
         self._background: WriteTicket | None = None
         self._policy_changes: deque[PolicyChange] = deque()
+        self._policy_orders: deque[PolicyOrder] = deque()
+        self._heaps = heaps
+        self._surroundings = surroundings or Surroundings()
+        self._turns_at_heap_release = 0
+        self._heaps_due = False
+        self._live: LivePolicy | None = None
+        self._watcher: Watcher | None = None
+        self._next_background = float("-inf")
         self._stopping = threading.Event()
         self._threads: list[threading.Thread] = []
         self._touched_at = float("-inf")
@@ -97,17 +113,42 @@ class Owner:
             raise ParkadeError("the owner has not been started")
         return self._mover
 
+    @property
+    def live_policy(self) -> LivePolicy:
+        """Checks and carries out changes of the policy; there once the mover is attached."""
+        if self._live is None:
+            raise ParkadeError("the owner has not been started")
+        return self._live
+
+    @property
+    def watcher(self) -> Watcher:
+        """Looks at memory between requests; there once the mover is attached."""
+        if self._watcher is None:
+            raise ParkadeError("the owner has not been started")
+        return self._watcher
+
     # -- life ------------------------------------------------------------------------------------------------
 
-    def start(self, mover: Mover) -> None:
-        """Attach the movers and start the threads."""
+    def start(self, mover: Mover, *, watch: bool = True) -> None:
+        """Attach the movers and start the threads; without ``watch`` nobody looks at memory between requests."""
         self._mover = mover
         if self.store is not None:
             self.disk = DiskTier(self.state, self.store, mover)
-        self._admission = Admission(self.state, sampler=self.sampler, mover=mover, disk=self.disk)
+        self._admission = Admission(self.state, sampler=self.sampler, mover=mover, disk=self.disk, heaps=self._heaps)
+        self._live = LivePolicy(self.state, sampler=self.sampler, admission=self._admission, disk=self.disk)
+        self._watcher = Watcher(
+            self.state,
+            sampler=self.sampler,
+            admission=self._admission,
+            disk=self.disk,
+            surroundings=self._surroundings,
+            orders=self,
+        )
         self._unsubscribe = self.state.policy_box.subscribe(self._policy_changed)
         for name, body in (("reports", self._run_reports), ("gate", self._run_gate), ("tick", self._run_ticks)):
             self._spawn(name, body)
+        if watch:
+            self._spawn("watch", lambda: self.watcher.run(self._stopping))
         if self.disk is not None:
             self._spawn("recall", Recall(self.state, self.disk, stop=self._stopping.is_set).run)
         else:
@@ -152,6 +193,10 @@ class Owner:
         with self.state.lock:
             self.state.wake.notify_all()
         self._reports.put(None)
+        if self._admission is not None:
+            self._admission.stop_waiting()
+        while self._policy_orders:
+            self._policy_orders.popleft().done.set()
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(timeout=5.0)
@@ -194,26 +239,79 @@ class Owner:
             except Exception:  # noqa: BLE001 - without RAM the blocks go to disk; the next decision must be made
                 _log.exception("the gate could not decide")
 
-    def _next_decision(self) -> Callable[[], None] | None:
+    def _next_decision(self) -> Callable[[], object] | None:
         """Wait for something to decide: requests that wait for RAM come first. None when the owner stops."""
         state = self.state
         with state.lock:
             self.deciding = False
             while not self._stopping.is_set():
-                self.deciding = bool(state.wishes or self._policy_changes or state.captured)
-                if state.wishes:
-                    wish = state.wishes.popleft()
-                    return lambda: self.admission.serve(wish)
-                if self._policy_changes:
-                    change = self._policy_changes.popleft()
-                    return lambda: self.admission.policy_changed(change)
-                if state.captured:
-                    turn = state.captured.popleft()
-                    return lambda: self.admission.after_capture(turn)
+                work = self._due_decision()
+                if work is not None:
+                    self.deciding = True
+                    return work
                 state.wake.wait()
         return None
 
+    def _due_decision(self) -> Callable[[], object] | None:
+        """A limit that is about to fall, and critical pressure, come before requests; whatever can wait after them."""
+        state = self.state
+        if self._policy_orders:
+            order = self._policy_orders.popleft()
+            return lambda: self.live_policy.apply(order)
+        if self._policy_changes:
+            change = self._policy_changes.popleft()
+            return lambda: self.live_policy.changed(change)
+        strain = self.watcher.take_strain(critical_only=bool(state.wishes))
+        if strain is not None:
+            return lambda: self.watcher.relieve(strain)
+        if state.wishes:
+            wish = state.wishes.popleft()
+            return lambda: self.admission.serve(wish)
+        if state.captured:
+            turn = state.captured.popleft()
+            return lambda: self.admission.after_capture(turn)
+        if self._heaps_due:
+            self._heaps_due = False
+            return lambda: self.admission.release_heaps("idle")
+        return None
+
+    # -- policies ---------------------------------------------------------------------------------------------------
+
+    def send_policy(self, document: Mapping[str, object], origin: str) -> PolicyOrder:
+        """Check a policy and hand it to the gate's thread.
+
+        Raises:
+            PolicyError: it is wrong, and nothing has changed.
+
+        """
+        order = PolicyOrder(self.live_policy.parse(document, origin), origin)
+        with self.state.lock:
+            if self._stopping.is_set():
+                raise PolicyError("the pod is ending; no policy counts any more")
+            self._policy_orders.append(order)
+            self.state.wake.notify_all()
+        return order
+
+    def reject_policy(self, origin: str, reason: str) -> None:
+        """Say that a policy was not even readable."""
+        self.live_policy.rejected(origin, reason)
+
+    def set_policy(self, document: Mapping[str, object], *, origin: str = "http") -> dict[str, Any]:
+        """Put a whole policy in force and wait until it counts; see ``PolicyResult``.
+
+        Raises:
+            PolicyError: it is wrong, and nothing has changed.
+            TimeoutError: it is still being carried out.
+
+        """
+        order = self.send_policy(document, origin)
+        if not order.done.wait(POLICY_WAIT_S) or order.result is None:
+            raise TimeoutError(f"the policy is still being carried out after {POLICY_WAIT_S:g} s; ask again")
+        return order.result.to_json(self.state.policy)
+
     def _policy_changed(self, change: PolicyChange) -> None:
+        if self.live_policy.applying:
+            return
         with self.state.lock:
             self._policy_changes.append(change)
             self.state.wake.notify_all()
@@ -253,8 +351,14 @@ class Owner:
         with self.state.lock:
             self.state.free_unheld_ram()
             idle = not self.state.turns and not self.state.wishes
+            turns = sum(self.state.totals.turns.values())
         if idle:
             self.admission.release_empty(wait=False)
+            if turns != self._turns_at_heap_release and self.admission.heaps_rested():
+                self._turns_at_heap_release = turns
+                with self.state.lock:
+                    self._heaps_due = True
+                    self.state.wake.notify_all()
 
     def _finish_streams(self, disk: DiskTier) -> None:
         while True:
@@ -279,6 +383,8 @@ class Owner:
         spill = state.policy.spill
         if spill is None or spill.mode.value != "WriteBehind" or state.draining or not state.spill_healthy:
             return
+        if spill.write_behind_per_second and state.clock.monotonic() < self._next_background:
+            return
         with state.lock:
             conversation = self._next_to_write(float(spill.write_behind_idle_seconds))
         if conversation is None:
@@ -286,6 +392,8 @@ class Owner:
         ticket = disk.order_write(conversation, urgent=False)
         if isinstance(ticket, WriteTicket):
             self._background = ticket
+            if spill.write_behind_per_second:
+                self._next_background = state.clock.monotonic() + ticket.nbytes / spill.write_behind_per_second
         elif ticket is not WriteOutcome.ALREADY_ON_DISK:
             state.metrics.write_out.labels(outcome=ticket.value).inc()
             with state.lock:
@@ -398,6 +506,8 @@ class Owner:
             "pin": lambda p: self.pin(ConversationId(str(p["id"])), pinned=bool(p.get("pinned", True))),
             "receipts": self.list_receipts,
             "policy": lambda _: self.state.policy.to_json(),
+            "set_policy": lambda p: self.set_policy(_mapping(p.get("policy")), origin=str(p.get("origin") or "http")),
+            "arriving": lambda p: self.watcher.may_arrive(ConversationId(str(p["conversation"]))),
             "ready": lambda _: {"ready": self.ready, "draining": self.state.draining},
             "live": lambda _: {"live": True},
             "drain": lambda p: self.drain(grace_s=float(p.get("grace_s") or 60.0)),
@@ -491,3 +601,9 @@ class Owner:
 
 def _nothing() -> None:
     return None
+
+
+def _mapping(value: object) -> Mapping[str, object]:
+    if not isinstance(value, Mapping):
+        raise PolicyError("the policy must be a JSON object")
+    return value

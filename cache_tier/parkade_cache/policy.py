@@ -86,6 +86,8 @@ class SpillPolicy(_Model):
     """Deadline of the write-outs of one release (W3)."""
     write_behind_idle_seconds: Seconds = 3
     """A conversation is written once it has been idle this long (W8)."""
+    write_behind_per_second: Bytes = 0
+    """Bytes per second that background writes take on average at most; 0 is no limit. Write-outs are not bound (W1)."""
     read_deadline_seconds: Seconds = 10
     """A restore that takes longer is given up and recomputed (R4)."""
 

@@ -3,12 +3,14 @@
 Why it exists: whoever decides must not wait for a disk, and a disk that fails must not stop decisions.
 
 What must stay true: `put` only appends to a bounded queue; lines are written whole and in order; at most ``files``
-files of about ``max_file_bytes`` exist; every failure is counted and none is raised.
+files of about ``max_file_bytes`` exist; every failure is counted and none is raised; where the folder's disk is gone,
+nothing is written to the one below it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import threading
 from collections import deque
@@ -43,6 +45,7 @@ class ReceiptJournal(Generic[_Item]):
         self._lost_total = 0
         self._file: int | None = None
         self._file_bytes = 0
+        self._device: int | None = None
         self._thread = threading.Thread(target=self._run, name="parkade-receipts", daemon=True)
 
     def tail(self, count: int) -> list[bytes]:
@@ -55,6 +58,9 @@ class ReceiptJournal(Generic[_Item]):
         return lines[-count:]
 
     def start(self) -> None:
+        """Make the folder, so that it is known which disk it is on, and begin to write."""
+        with contextlib.suppress(OSError):
+            self._make_folder()
         self._thread.start()
 
     def put(self, item: _Item) -> None:
@@ -123,6 +129,8 @@ class ReceiptJournal(Generic[_Item]):
             return b""
 
     def _append(self, batch: bytes) -> None:
+        if self._file is not None and not self._is_in_place():
+            self._close_file()
         if self._file is None:
             self._open_file()
         if self._file_bytes and self._file_bytes + len(batch) > self._max_file_bytes:
@@ -134,13 +142,34 @@ class ReceiptJournal(Generic[_Item]):
             self._file_bytes += written
             view = view[written:]
 
+    def _is_in_place(self) -> bool:
+        """Whether the open file is the one that its name leads to."""
+        if self._file is None:
+            return False
+        try:
+            return os.path.samestat(self._path(0).lstat(), os.fstat(self._file))
+        except OSError:
+            return False
+
     def _open_file(self) -> None:
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._make_folder()
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         self._file = os.open(self._path(0), flags, 0o600)
         self._file_bytes = os.fstat(self._file).st_size
         if self._file_bytes and os.pread(self._file, 1, self._file_bytes - 1) != b"\n":
             os.write(self._file, b"\n")  # A crash tore the last line: keep the next one whole.
+
+    def _make_folder(self) -> None:
+        """Make the folder if it is missing; OSError where the disk that it was on has gone from there."""
+        if self._device is None:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._device = self._folder.lstat().st_dev
+            return
+        with contextlib.suppress(FileExistsError):
+            if self._folder.parent.stat().st_dev == self._device:
+                self._folder.mkdir(mode=0o700)
+        if self._folder.lstat().st_dev != self._device:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(self._folder))
 
     def _rotate(self) -> None:
         self._close_file()

@@ -249,6 +249,25 @@ class ReceiptFields(TypedDict, total=False):
     detail: Mapping[str, object] | None
 
 
+class GivenBack(TypedDict, total=False):
+    """What receipts of limits, floors and pressure have in common."""
+
+    tier: str | None
+    need_bytes: int | None
+    floor_bytes: int | None
+    reading_before: ReadingLike | None
+    reading_after: ReadingLike | None
+    evicted: tuple[str, ...] | None
+    released_bytes: int | None
+    still_parked_bytes: int | None
+    heaps: tuple[HeapRecord, ...] | None
+    written_out: int | None
+    already_on_disk: int | None
+    dropped: int | None
+    skipped_busy: tuple[str, ...] | None
+    write_out_seconds: float | None
+
+
 class ReceiptLog:
     """The newest receipts in memory, all of them in a bounded set of files behind them.
 

@@ -17,6 +17,7 @@ from parkade_cache.conversations import Conversation, Conversations, Tip
 from parkade_cache.errors import ParkadeError
 from parkade_cache.ids import NO_KEY, BlockKey, ConversationId, PackId, RequestId
 from parkade_cache.ledger import DiskState, Ledger
+from parkade_cache.memory.pressure import PressureLevel
 from parkade_cache.metrics import CacheMetrics
 from parkade_cache.mover import JobId
 from parkade_cache.policy import Policy, PolicyBox
@@ -109,6 +110,7 @@ class CacheState:
         self.recurrent_groups: frozenset[int] = frozenset()
         self.touched: dict[ConversationId, float] = {}
         self.probe_due = False
+        self.pressure = PressureLevel.NONE
         self.rates = Rates.unmeasured()
         self.totals = Totals()
         self.version = 0
@@ -176,16 +178,24 @@ class CacheState:
         """The conversation keeps one chain less."""
         self.conversations.tip_removed(conversation, tip)
         for row in tip.rows:
-            self.ledger.drop_tip(row, ram=conversation.in_ram, disk=conversation.on_disk)
+            self.ledger.drop_tip(row, ram=conversation.in_ram and tip.in_ram, disk=conversation.on_disk)
 
     def leave_ram(self, conversation: Conversation) -> None:
         """Stop keeping the conversation in RAM; ``free_unheld_ram`` takes what nobody else needs."""
         if conversation.in_ram:
-            for row in conversation.rows():
-                self.ledger.unhold_ram(row)
+            for tip in conversation.tips:
+                self.leave_ram_alone(conversation, tip)
+                tip.in_ram = True
             conversation.in_ram = False
             if self.parked.get(conversation.id) is conversation:
                 del self.parked[conversation.id]
+
+    def leave_ram_alone(self, conversation: Conversation, tip: Tip) -> None:
+        """Stop keeping one chain of a parked conversation in RAM; the conversation's others stay (W5)."""
+        if conversation.in_ram and tip.in_ram:
+            for row in tip.rows:
+                self.ledger.unhold_ram(row)
+            tip.in_ram = False
 
     def enter_ram(self, conversation: Conversation) -> None:
         """Keep the conversation's chains in RAM, as far as they are there."""

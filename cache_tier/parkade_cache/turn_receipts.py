@@ -75,6 +75,12 @@ def add_turn_receipt(state: CacheState, turn: Turn) -> None:
     state.totals.turn(outcome)
     state.metrics.turns.labels(outcome=outcome).inc()
     state.metrics.reread_tokens.labels(reason=reason).inc(anew)
+    for what, seconds in (
+        ("restore", turn.restore_seconds),
+        ("write_out", turn.gate_wait_seconds),
+        ("blocks", turn.block_wait_seconds),
+    ):
+        state.metrics.turn_wait_seconds.labels(what).observe(seconds)
     state.receipts.add(
         kind=ReceiptKind.TURN,
         outcome=outcome,
@@ -91,13 +97,14 @@ def add_turn_receipt(state: CacheState, turn: Turn) -> None:
         read_anew_tokens=anew,
         prompt_read_seconds=turn.prompt_read_seconds,
         waited_restore_seconds=turn.restore_seconds,
-        waited_write_out_seconds=0.0,
+        waited_write_out_seconds=turn.gate_wait_seconds,
         detail={
             "ended": turn.outcome,
             "parked": not turn.ram_refused,
             "park_refusal": turn.ram_refused,
             "not_captured_blocks": turn.not_captured,
             "uncached_blocks": turn.uncached,
+            "waited_blocks_seconds": turn.block_wait_seconds,
         },
     )
 

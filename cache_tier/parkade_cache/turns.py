@@ -71,6 +71,12 @@ class Turn:
     """Blocks being loaded, by ledger row: the slot each is parked in on its way from disk; negative where none is."""
     parked: int = 0
     """Blocks the turn has put into RAM."""
+    asked_at: float | None = None
+    """When the engine first asked for its match."""
+    gate_wait_seconds: float = 0.0
+    """Waited for the gate: its readings, releases, evictions and their write-outs."""
+    block_wait_seconds: float = 0.0
+    """Waited for blocks that were just being captured, written or restored by others."""
     load_started: float = 0.0
     restore_seconds: float = 0.0
     prompt_read_seconds: float | None = None

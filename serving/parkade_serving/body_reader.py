@@ -18,11 +18,12 @@ Receive = Callable[[], Awaitable[Message]]
 
 
 class BodyError(ParkadeError, ValueError):
-    """A body that is not received; carries the status that says why."""
+    """A request that goes no further; carries the status that says why, and when it may come again."""
 
-    def __init__(self, message: str, status: HTTPStatus) -> None:
+    def __init__(self, message: str, status: HTTPStatus, *, retry_after_s: int = 5) -> None:
         super().__init__(message)
         self.status = status
+        self.retry_after_s = retry_after_s
 
 
 class BodyReader:

@@ -22,10 +22,12 @@ class Command:
 COMMANDS: Final = {
     "serve": Command("parkade_serving.serve_command", "one serving pod's process: stock vllm serve plus Parkade"),
     "demo": Command("parkade_serving.demo", "the whole story on this machine, without GPU or cluster"),
+    "rehearse": Command("parkade_serving.rehearse", "try the cache here: little memory, a full disk, a kill"),
     "top": Command("parkade_serving.top", "live view of a pod"),
     "receipts": Command("parkade_serving.receipts_command", "the cache's decisions, filtered"),
     "explain": Command("parkade_serving.explain", "why a conversation's last turn was or was not re-read"),
     "drain": Command("parkade_serving.drain_command", "finish, write out; what preStop calls"),
+    "cache": Command("parkade_serving.cache_command", "look into a spill directory, check, delete, clean"),
     "bench": Command("parkade_serving.bench", "the benchmarks"),
 }
 _USAGE: Final = 2

@@ -6,6 +6,7 @@ asks the owner over its socket; nothing opens a path of its own into the engine.
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
 from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
@@ -16,6 +17,7 @@ from fastapi.responses import JSONResponse, Response
 
 from parkade_serving.admin_access import AdminAccess
 from parkade_serving.collector import OwnerCollector, Registration
+from parkade_serving.heap_agent import start_agent
 from parkade_serving.problems import ProblemError, response_for
 from parkade_serving.route_input import (
     conversation_query,
@@ -25,8 +27,15 @@ from parkade_serving.route_input import (
     receipts_query,
     seconds_query,
 )
-from parkade_serving.rpc import OwnerCallError, OwnerClient, OwnerUnavailableError, owner_socket_path
-from parkade_serving.sockets import draining_mark, mark_draining
+from parkade_serving.rpc import (
+    OwnerCallError,
+    OwnerClient,
+    OwnerServer,
+    OwnerUnavailableError,
+    owner_socket_path,
+    socket_folder,
+)
+from parkade_serving.sockets import SOCKET_DIR_ENV, draining_mark, mark_draining
 
 PREFIX: Final = "/parkade/v1"
 Handler = Callable[[Request], Awaitable[Response]]
@@ -36,6 +45,7 @@ _PROBE_S: Final = 2.0
 _FORGET_S: Final = 30.0
 # A lowered limit is in force once enough was written out and released (case 66).
 _POLICY_S: Final = 180.0
+_POLICY_RETRY_S: Final = 5
 _DRAIN_SLACK_S: Final = 5.0
 _registration: Final = Registration()
 
@@ -49,6 +59,7 @@ class ParkadeEndpoints:
     def __init__(self, client: OwnerClient | None = None, access: AdminAccess | None = None) -> None:
         self._client = client or OwnerClient(owner_socket_path())
         self._access = access or AdminAccess.from_env()
+        self._agent: OwnerServer | None = None
 
     def attach_router(self, app: FastAPI) -> None:
         router = APIRouter(prefix=PREFIX, tags=["parkade"])
@@ -59,9 +70,11 @@ class ParkadeEndpoints:
         app.include_router(router)
 
     async def init_state(self, engine_client: object, state: object, args: Namespace) -> None:
-        """Join vLLM's ``/metrics``; the routes need no state."""
+        """Join vLLM's ``/metrics``, and let the owner ask for this process's heap; the routes need no state."""
         del engine_client, state, args
         _registration.replace(OwnerCollector(self._client))
+        if self._agent is None and SOCKET_DIR_ENV in os.environ:
+            self._agent = start_agent(socket_folder())
 
     async def summary(self, _: Request) -> Response:
         """Memory, tiers, counts and conditions."""
@@ -101,8 +114,12 @@ class ParkadeEndpoints:
         return await self._ask("policy", {}, _READ_S)
 
     async def set_policy(self, request: Request) -> Response:
-        """Put a whole policy in force; answers once it is."""
-        return await self._ask("set_policy", {"policy": await json_object(request)}, _POLICY_S)
+        """Put a whole policy in force; answers once it counts, or 409 where a lowered limit cannot be met now."""
+        answer = await self._client.acall("set_policy", {"policy": await json_object(request)}, _POLICY_S)
+        if isinstance(answer, Mapping) and not answer.get("applied"):
+            detail = f"the policy before stays in force: {answer.get('reason')}"
+            raise ProblemError(HTTPStatus.CONFLICT, detail, {"Retry-After": str(_POLICY_RETRY_S)})
+        return _json(answer)
 
     async def drain(self, request: Request) -> Response:
         """Take no new turns, finish those running, write everything out; answers when that is done."""

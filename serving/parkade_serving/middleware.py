@@ -33,7 +33,8 @@ from parkade_serving.identity import (
     tenant_of,
 )
 from parkade_serving.response_links import ResponseLinks
-from parkade_serving.sockets import draining_mark
+from parkade_serving.rpc import OwnerCallError, OwnerClient, OwnerUnavailableError
+from parkade_serving.sockets import draining_mark, overloaded_mark, owner_socket_path
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -45,6 +46,7 @@ ENGINE_HEADER: Final = b"x-session-id"
 """vLLM's own header; see `vllm/entrypoints/generate/base/serving.py`."""
 RESPONSE_HEADER: Final = b"x-parkade-conversation"
 _RETRY_SECONDS: Final = 5
+_ARRIVING_S: Final = 0.5
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,12 +63,20 @@ class Turn:
 class IdentityMiddleware:
     """Loaded with ``--middleware parkade_serving.middleware.IdentityMiddleware``; configured by the environment."""
 
-    def __init__(self, app: App, settings: IdentitySettings | None = None, hasher: Hasher | None = None) -> None:
+    def __init__(
+        self,
+        app: App,
+        settings: IdentitySettings | None = None,
+        hasher: Hasher | None = None,
+        owner: OwnerClient | None = None,
+    ) -> None:
         self._app = app
         self._settings = settings or IdentitySettings.from_env_value(os.environ.get(IDENTITY_ENV, ""))
         self._hasher = hasher or Hasher(load_id_key())
         self._links = ResponseLinks()
         self._draining_mark = draining_mark()
+        self._overloaded_mark = overloaded_mark()
+        self._owner = owner or OwnerClient(owner_socket_path())
         self._bodies = BodyReader(
             max_body_bytes=self._settings.max_body_bytes, max_buffered_bytes=self._settings.max_buffered_bytes
         )
@@ -78,7 +88,7 @@ class IdentityMiddleware:
         try:
             turn = await self._examine(scope, receive)
         except BodyError as error:
-            await _refuse(send, error.status, str(error))
+            await _refuse(send, error.status, str(error), retry_after_s=error.retry_after_s)
         except IdentityError as error:
             await _refuse(send, HTTPStatus.BAD_REQUEST, str(error), error.param)
         else:
@@ -89,7 +99,23 @@ class IdentityMiddleware:
         if self._draining_mark.exists():
             raise BodyError("this pod is draining; retry, and another one will answer", HTTPStatus.SERVICE_UNAVAILABLE)
         payload = await self._bodies.read(scope["headers"], receive)
-        return None if payload is None else self._turn(scope, JsonBody(payload))
+        if payload is None:
+            return None
+        turn = self._turn(scope, JsonBody(payload))
+        if turn.conversation is not None and self._overloaded_mark.exists():
+            await self._ask_owner(turn.conversation)
+        return turn
+
+    async def _ask_owner(self, conversation: ConversationId) -> None:
+        """Case 61: refuse before any work what must wait for its own state to be written; in doubt it goes on."""
+        try:
+            answer = await self._owner.acall("arriving", {"conversation": conversation}, _ARRIVING_S)
+        except (OwnerUnavailableError, OwnerCallError):
+            return
+        if isinstance(answer, dict) and not answer.get("admit", True):
+            message = "the pod is out of memory and is writing this conversation to disk; retry, it will not be lost"
+            retry_after_s = int(answer.get("retry_after_s") or _RETRY_SECONDS)
+            raise BodyError(message, HTTPStatus.SERVICE_UNAVAILABLE, retry_after_s=retry_after_s)
 
     def _turn(self, scope: Scope, body: JsonBody) -> Turn:
         headers = list(scope["headers"])
@@ -154,13 +180,20 @@ def _engine_headers(
     return kept
 
 
-async def _refuse(send: Send, status: HTTPStatus, message: str, param: str | None = None) -> None:
+async def _refuse(
+    send: Send,
+    status: HTTPStatus,
+    message: str,
+    param: str | None = None,
+    *,
+    retry_after_s: int = _RETRY_SECONDS,
+) -> None:
     """Answer in OpenAI's error format, which clients of these routes understand."""
     kind = "BadRequestError" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "ServiceUnavailableError"
     error = {"message": message, "type": kind, "param": param, "code": int(status)}
     payload = json.dumps({"error": error}).encode("ascii")
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(payload)).encode("ascii"))]
     if status == HTTPStatus.SERVICE_UNAVAILABLE:
-        headers.append((b"retry-after", str(_RETRY_SECONDS).encode("ascii")))
+        headers.append((b"retry-after", str(retry_after_s).encode("ascii")))
     await send({"type": "http.response.start", "status": int(status), "headers": headers})
     await send({"type": "http.response.body", "body": payload})

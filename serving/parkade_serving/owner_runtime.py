@@ -20,6 +20,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 
 from parkade_cache.errors import SettingsError
 from parkade_cache.ids import BlockKey
+from parkade_cache.live_policy import PolicyFile
 from parkade_cache.memory.reading import MemorySampler
 from parkade_cache.metrics import CacheMetrics
 from parkade_cache.owner import IdentityFacts, Owner
@@ -28,9 +29,11 @@ from parkade_cache.receipts import Receipt, ReceiptLog
 from parkade_cache.slots import Geometry
 from parkade_cache.spill import PACK_VERSION, Identity, SpillConfig, SpillStore
 from parkade_cache.state import CacheState
+from parkade_cache.watcher import Surroundings
+from parkade_serving.heap_agent import AgentHeaps
 from parkade_serving.mover_socket import MoverHub
 from parkade_serving.rpc import OwnerServer
-from parkade_serving.sockets import OWNER_SOCKET, make_private_folder, socket_folder
+from parkade_serving.sockets import OVERLOADED_MARK, OWNER_SOCKET, make_private_folder, socket_folder
 from parkade_serving.worker import leave_garbage_to_the_kernel
 
 _log = logging.getLogger(__name__)
@@ -54,6 +57,8 @@ class PodSettings:
     rank: int
     block_tokens: tuple[int, ...]
     group_ids: tuple[int, ...]
+    policy_file: Path | None = None
+    policy_over: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def group_rank(self) -> dict[int, int]:
@@ -94,6 +99,8 @@ def read_settings(config: OffloadingConfig, vllm_config: VllmConfig) -> PodSetti
         rank=config.parallel.rank,
         block_tokens=tuple(group.tokens_per_block for group in config.groups),
         group_ids=tuple(group.group_id for group in config.groups),
+        policy_file=Path(extra["policy_file"]) if extra.get("policy_file") else None,
+        policy_over=dict(extra.get("policy_over") or {}),
     )
 
 
@@ -226,7 +233,13 @@ def start_owner(settings: PodSettings) -> OwnerRuntime:
             block_tokens=settings.block_tokens[0],
             block_bytes=settings.geometry.pod_slot_bytes,
         ),
+        heaps=AgentHeaps(settings.socket_dir),
+        surroundings=Surroundings(
+            policy_file=PolicyFile(settings.policy_file, over=settings.policy_over) if settings.policy_file else None,
+            overloaded=lambda overloaded: _mark(settings.socket_dir / OVERLOADED_MARK, there=overloaded),
+        ),
     )
+    _mark(settings.socket_dir / OVERLOADED_MARK, there=False)
     hub = MoverHub(
         settings.movers_socket,
         ranks=settings.geometry.ranks,
@@ -237,6 +250,17 @@ def start_owner(settings: PodSettings) -> OwnerRuntime:
     owner.start(hub)
     server = OwnerServer(settings.socket_dir / OWNER_SOCKET, owner.handlers()).start()
     return OwnerRuntime(owner=owner, server=server, block_tokens=settings.block_tokens, group_rank=settings.group_rank)
+
+
+def _mark(path: Path, *, there: bool) -> None:
+    """A file that the API processes look for at every request, which costs them less than asking."""
+    try:
+        if there:
+            path.touch(mode=0o600)
+        else:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        _log.warning("%s could not be changed: %s", path, error)
 
 
 def _open_store(settings: PodSettings) -> SpillStore | None:

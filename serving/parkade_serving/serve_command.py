@@ -83,7 +83,9 @@ def _add_memory(group: Any) -> None:
     group.add_argument("--memory-floor", type=size, metavar="SIZE", help="bytes that stay available under the limit")
     group.add_argument("--headroom", type=size, metavar="SIZE", help="bytes above the floor that a resize leaves free")
     group.add_argument("--min-tokens", type=_count, metavar="N", help="shorter conversations are not kept")
-    group.add_argument("--policy", type=_policy_file, default={}, metavar="FILE", help="a policy as JSON; flags win")
+    group.add_argument(
+        "--policy", type=_policy_file, metavar="FILE", help="a policy as JSON, followed while it runs; flags win"
+    )
 
 
 def _add_spill(group: Any) -> None:
@@ -115,6 +117,9 @@ def _options(parsed: argparse.Namespace) -> ServeOptions:
     headers = tuple(name.lower() for name in parsed.conversation_header or DEFAULT_HEADERS)
     tenant = parsed.tenant_header.lower() if parsed.tenant_header else None
     values["identity"] = IdentitySettings(headers=headers, tenant_header=tenant)
+    values.pop("policy", None)
+    if parsed.policy is not None:
+        values["policy_file"], values["policy"] = parsed.policy
     values["socket_dir"] = parsed.socket_dir or socket_folder()
     return ServeOptions(**values)
 
@@ -158,7 +163,7 @@ def _without_engine_help(argv: Sequence[str]) -> list[str]:
     return ["--help" if argument.startswith("--help=") else argument for argument in argv]
 
 
-def _policy_file(text: str) -> object:
+def _policy_file(text: str) -> tuple[Path, dict[str, object]]:
     import json  # noqa: PLC0415
 
     try:
@@ -167,7 +172,7 @@ def _policy_file(text: str) -> object:
         raise argparse.ArgumentTypeError(f"{text} cannot be used: {error}") from None
     if not isinstance(document, dict):
         raise argparse.ArgumentTypeError(f"{text} must hold a JSON object")
-    return document
+    return Path(text), document
 
 
 def _size_or_auto(text: str) -> int | None:

@@ -84,6 +84,9 @@ def connector_config(settings: ServeSettings) -> dict[str, Any]:
     parkade: dict[str, Any] = {"policy": settings.policy.to_json(), "socket_dir": str(settings.socket_dir)}
     if settings.spill_dir is not None:
         parkade["spill_dir"] = str(settings.spill_dir)
+    if settings.policy_file is not None:
+        parkade["policy_file"] = str(settings.policy_file)
+        parkade["policy_over"] = settings.policy_over
     if settings.revision is not None:
         parkade["revision"] = settings.revision
     return {

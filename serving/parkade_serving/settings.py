@@ -33,6 +33,8 @@ class ServeOptions:
     min_tokens: int | None = None
     policy: Mapping[str, object] = field(default_factory=dict)
     """The document in the file given with ``--policy``; flags count over it."""
+    policy_file: Path | None = None
+    """That file: it is followed while the pod runs."""
     identity: IdentitySettings = field(default_factory=IdentitySettings)
     id_key_file: Path | None = None
     token_file: Path | None = None
@@ -46,6 +48,9 @@ class ServeSettings:
 
     engine: EngineArguments
     policy: Policy
+    policy_file: Path | None
+    policy_over: Mapping[str, object]
+    """What the flags say, which a changed file does not override."""
     spill_dir: Path | None
     socket_dir: Path
     identity: IdentitySettings
@@ -80,6 +85,8 @@ def check_settings(
     return ServeSettings(
         engine=engine,
         policy=policy,
+        policy_file=options.policy_file.absolute() if options.policy_file is not None else None,
+        policy_over=flags_document(options),
         spill_dir=options.spill_dir.absolute() if options.spill_dir is not None else None,
         socket_dir=options.socket_dir.absolute(),
         identity=options.identity,
@@ -91,6 +98,11 @@ def check_settings(
 
 def policy_document(options: ServeOptions) -> dict[str, object]:
     """The policy's document: the file's, with the flags on top."""
+    return merge_documents(options.policy, flags_document(options))
+
+
+def flags_document(options: ServeOptions) -> dict[str, object]:
+    """What the flags alone say, as a policy's document."""
     memory = {
         "limit": options.memory_limit,
         "floor": options.memory_floor,
@@ -107,8 +119,7 @@ def policy_document(options: ServeOptions) -> dict[str, object]:
     )
     if spill or "spill" in options.policy or options.spill_dir is not None:
         spill |= _given(minTokens=options.min_tokens)
-    over = {"memory": _given(**memory)} | _given(spill=spill or None)
-    return merge_documents(options.policy, over)
+    return {"memory": _given(**memory)} | _given(spill=spill or None)
 
 
 def _check_spill(options: ServeOptions, document: Mapping[str, object]) -> None:

@@ -20,6 +20,9 @@ OWNER_SOCKET: Final = "owner.sock"
 DRAINING_MARK: Final = "draining"
 """A file of this name in the socket folder: the pod takes no new generation requests (S1)."""
 
+OVERLOADED_MARK: Final = "overloaded"
+"""A file of this name in the socket folder: requests ask the owner before any work (case 61)."""
+
 # sockaddr_un holds 108 bytes, the last of them NUL.
 _MAX_PATH_BYTES: Final = 107
 
@@ -47,6 +50,10 @@ def mark_draining(env: Mapping[str, str] = os.environ) -> None:
 def clear_draining_mark(env: Mapping[str, str] = os.environ) -> None:
     """A new life takes turns again."""
     draining_mark(env).unlink(missing_ok=True)
+
+
+def overloaded_mark(env: Mapping[str, str] = os.environ) -> Path:
+    return socket_folder(env) / OVERLOADED_MARK
 
 
 def make_private_folder(folder: Path) -> None:

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import psutil
 from vllm.config import VllmConfig
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, OffloadingSpec, OffloadingWorker
 from vllm.v1.kv_offload.config import OffloadingConfig
@@ -22,14 +23,16 @@ from parkade_serving.device import make_device
 from parkade_serving.manager import ParkadeManager
 from parkade_serving.mover_socket import MoverPeer
 from parkade_serving.owner_runtime import OwnerRuntime, PodSettings, read_settings, start_owner
-from parkade_serving.worker import ParkadeWorker
+from parkade_serving.worker import ParkadeWorker, keep_imports_out_of_collections
 
 _log = logging.getLogger(__name__)
 
 _engine_config: contextvars.ContextVar[VllmConfig | None] = contextvars.ContextVar("engine_config", default=None)
 
 ARENA_RESERVE_FACTOR = 4
-"""Address space reserved, in multiples of ``parked.max``, so that the budget can be raised without a restart."""
+"""Address space reserved, in multiples of ``parked.max``, and never less than the machine has memory: the budget can
+then be raised to whatever fits without a restart. What is reserved and not committed costs nothing.
+"""
 
 
 @contextmanager
@@ -83,7 +86,9 @@ class ParkadeSpec(OffloadingSpec):
                 f"a block of this model has {largest} bytes, more than the {geometry.slot_bytes} "
                 "the engine announced; this KV layout cannot be parked"
             )
-        extents = max(1, ARENA_RESERVE_FACTOR * settings.policy.memory.parked.max // geometry.pod_extent_bytes)
+        machine_bytes = psutil.virtual_memory().total
+        reserve_bytes = max(ARENA_RESERVE_FACTOR * settings.policy.memory.parked.max, machine_bytes)
+        extents = max(1, reserve_bytes // geometry.pod_extent_bytes)
         arena = Arena(extent_bytes=geometry.extent_bytes, max_extents=extents, pin=device.pin, unpin=device.unpin)
         peer = MoverPeer(settings.movers_socket, rank=settings.rank, slot_bytes=geometry.slot_bytes)
         mover = LocalMover(
@@ -95,4 +100,5 @@ class ParkadeSpec(OffloadingSpec):
             process=f"worker-{settings.rank}",
         )
         peer.start(mover)
+        keep_imports_out_of_collections()
         return ParkadeWorker(mover, peer)

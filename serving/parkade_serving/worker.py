@@ -96,6 +96,17 @@ class ParkadeWorker(OffloadingWorker):
         leave_garbage_to_the_kernel()
 
 
+def keep_imports_out_of_collections() -> None:
+    """A worker has started: take what importing and loading made out of Python's collections.
+
+    A full pass over it takes most of a second, in the middle of a step. vLLM does this in its own processes and GPU
+    workers, not in its CPU workers. An engine inside somebody's own process leaves the collector as it is.
+    """
+    if multiprocessing.parent_process() is not None:
+        gc.collect()
+        gc.freeze()
+
+
 def leave_garbage_to_the_kernel() -> None:
     """A process of the engine ends: spare it the last collections, which take seconds over the engine's modules.
 

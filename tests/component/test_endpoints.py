@@ -67,7 +67,9 @@ class Owner:
     def set_policy(self, params: dict[str, Any]) -> object:
         if params["policy"].get("memory") is None:
             raise ValueError("memory: must be set")
-        return params["policy"]
+        if params["policy"]["memory"].get("limit") == 1:
+            return {"applied": False, "outcome": "refused", "reason": "a limit of 1 B cannot be met now"}
+        return {"applied": True, "outcome": "applied", "policy": params["policy"]}
 
 
 @pytest.fixture
@@ -172,9 +174,13 @@ def test_receipts_are_filtered_and_can_be_followed(owner: Owner, client: TestCli
 
 def test_the_policy_is_read_and_replaced(owner: Owner, client: TestClient) -> None:
     document = {"memory": {"parked": {"max": "1Gi"}}}
-    assert client.put("/parkade/v1/policy", json=document).json() == document
+    answer = client.put("/parkade/v1/policy", json=document).json()
+    assert answer == {"applied": True, "outcome": "applied", "policy": document}
     assert owner.calls == [("set_policy", {"policy": document})]
     assert problem_of(client.put("/parkade/v1/policy", json={}), 422) == "memory: must be set"
+    refused = client.put("/parkade/v1/policy", json={"memory": {"limit": 1}})
+    assert problem_of(refused, 409) == "the policy before stays in force: a limit of 1 B cannot be met now"
+    assert refused.headers["retry-after"] == "5"
     assert "JSON" in problem_of(client.put("/parkade/v1/policy", content=b"{"), 400)
     assert "JSON" in problem_of(client.put("/parkade/v1/policy", content=b""), 400)
     assert "object" in problem_of(client.put("/parkade/v1/policy", content=b"[]"), 400)

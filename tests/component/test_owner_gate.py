@@ -154,7 +154,7 @@ def test_case_51_a_write_that_ends_after_its_deadline_is_not_published(pod: Pod)
     assert pod.outcomes(ReceiptKind.DROP, "a") == [("dropped", "deadline")]
     pod.fs.held.set()
     pod.settle()
-    assert pod.packs() == []
+    pod.until(lambda: pod.packs() == [], "its pack is removed again")
     assert pod.state.ledger.disk_blocks == 0
     pod.until(lambda: pod.state.ledger.ram_blocks == 0, "its RAM is free once the write has let it go")
     pod.check()
@@ -431,10 +431,11 @@ def test_case_67_a_new_floor_counts_from_the_next_reading_and_leaves_a_receipt(p
     assert receipt.floor_bytes == 200 << 20
     assert receipt.detail is not None
     assert (receipt.detail["old"], receipt.detail["new"]) == (
-        {"floor": 0, "parked_max": EIGHT_EXTENTS},
-        {"floor": 200 << 20, "parked_max": EIGHT_EXTENTS},
+        {"limit": None, "floor": 0, "parked_max": EIGHT_EXTENTS},
+        {"limit": None, "floor": 200 << 20, "parked_max": EIGHT_EXTENTS},
     )
     assert receipt.released_bytes is not None
+    assert pod.outcomes(ReceiptKind.EVICT, "a") == [("written", "pressure")]
     pod.turn("b", prompt("b", 15))
     assert ("refused", "low_memory") in pod.outcomes(ReceiptKind.REFUSE, "b")
 

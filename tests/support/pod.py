@@ -20,6 +20,7 @@ from typing import Any, Self
 import numpy as np
 
 from parkade_cache.arena import Arena
+from parkade_cache.buffers import BOUNCE_BYTES
 from parkade_cache.cache import Found, OfferedBlock
 from parkade_cache.conversations import Conversation
 from parkade_cache.device import DeviceBlock, HostDevice
@@ -55,12 +56,25 @@ class SettableSampler(MemorySampler):
         self.available_bytes = available_bytes
         self.on_sample: Callable[[], None] | None = None
 
-    def sample(self) -> Reading:
+    used_bytes = 0
+    """What counts as used under a configured cap."""
+    limits: tuple[int, ...] = ()
+
+    def limits_bytes(self) -> tuple[int, ...]:
+        return self.limits if self.cap_bytes is None else (*self.limits, self.cap_bytes)
+
+    def hard_limit_bytes(self) -> int | None:
+        return min(self.limits, default=64 << 30)
+
+    def sample_under(self, cap_bytes: int | None) -> Reading:
         if self.on_sample is not None:
             self.on_sample()
         known = self.available_bytes is not None
+        available = self.available_bytes
+        if available is not None and cap_bytes is not None:
+            available = min(available, max(0, cap_bytes - self.used_bytes))
         return Reading(
-            available_bytes=self.available_bytes,
+            available_bytes=available,
             source=ReadingSource.CGROUP if known else None,
             limit_bytes=None,
             current_bytes=None,
@@ -163,6 +177,12 @@ class Pod:
     admission_patience_s: float = 10.0
     measures_prompts: bool = False
     """Computing takes no time here: once its speed is known, no restore is worth it (R3)."""
+    readings: MemorySampler | None = None
+    """Where readings come from instead of ``sampler``: the kernel's own."""
+    watch: bool = False
+    """Whether the owner looks at memory and stalls between requests."""
+    bounce_bytes: int = BOUNCE_BYTES
+    block_bytes: int = BLOCK_BYTES
 
     def __post_init__(self) -> None:
         document: dict[str, object] = {
@@ -176,13 +196,14 @@ class Pod:
                 "writeOutSeconds": 10,
                 **self.spill,
             }
+        self.document = document
         self.policy = PolicyBox(parse_policy(document))
         self.geometry = Geometry.plan(
-            block_bytes=BLOCK_BYTES, parked_max_bytes=self.parked_max * self.ranks, ranks=self.ranks
+            block_bytes=self.block_bytes, parked_max_bytes=self.parked_max * self.ranks, ranks=self.ranks
         )
         # Every rank has the same bytes: what a block must hold does not depend on who holds it.
         self.devices = [
-            HostDevice([np.zeros((self.device_blocks, BLOCK_BYTES), dtype=np.uint8) for _ in range(self.groups)])
+            HostDevice([np.zeros((self.device_blocks, self.block_bytes), dtype=np.uint8) for _ in range(self.groups)])
             for _ in range(self.ranks)
         ]
         self.device = self.devices[0]
@@ -199,9 +220,9 @@ class Pod:
         self.sampler = SettableSampler(self.available_bytes)
         self.owner = Owner(
             self.state,
-            sampler=self.sampler,
+            sampler=self.readings or self.sampler,
             store=self.store,
-            identity=IdentityFacts("test", "0" * 16, BLOCK_TOKENS, BLOCK_BYTES),
+            identity=IdentityFacts("test", "0" * 16, BLOCK_TOKENS, self.block_bytes),
         )
         self.movers = [self._new_mover(rank) for rank in range(self.ranks)]
         self.mover, self.arena = self.movers[0], self.movers[0].arena
@@ -210,7 +231,7 @@ class Pod:
         self._jobs = itertools.count(1)
         self._next_block = 0
         self.ended = False
-        self.owner.start(self.mover if self.ranks == 1 else Fan(self.movers))
+        self.owner.start(self.mover if self.ranks == 1 else Fan(self.movers), watch=self.watch)
         self.settle_recovery()
 
     def _new_mover(self, rank: int) -> LocalMover:
@@ -225,6 +246,7 @@ class Pod:
             sink=self.owner.report,
             rank=rank,
             fs=self.fs,
+            bounce_bytes=self.bounce_bytes,
         )
 
     def _open_store(self) -> SpillStore | None:
@@ -250,7 +272,7 @@ class Pod:
             capacity_bytes=spill.size,
             min_free_bytes=spill.min_free,
             write_budget_bytes_per_hour=spill.write_budget_per_hour,
-            block_bytes=BLOCK_BYTES,
+            block_bytes=self.block_bytes,
             ranks=self.ranks,
         )
         return SpillStore.open(config, identity, fs=self.fs)
@@ -340,7 +362,7 @@ class Pod:
     def fill(self, group: int, block: int, key: BlockKey) -> None:
         """The engine computes a block, every rank its share."""
         for device in self.devices:
-            device.planes[group][block] = block_bytes(key)
+            device.planes[group][block] = block_bytes(key, self.block_bytes)
 
     # -- settling -------------------------------------------------------------------------------------------
 
@@ -487,7 +509,8 @@ class Running:
         for index in range(first, self.matched_blocks):
             for device in self.pod.devices:
                 actual = device.planes[0][self.blocks[index]]
-                assert np.array_equal(actual, block_bytes(self.chain[index])), f"block {index} has wrong bytes"
+                expected = block_bytes(self.chain[index], self.pod.block_bytes)
+                assert np.array_equal(actual, expected), f"block {index} has wrong bytes"
 
     def compute(self) -> None:
         """The engine computes what was not matched, and offers every block it has not offered yet."""
@@ -570,10 +593,11 @@ def block_keys(tokens: Sequence[int], *, salt: str = "") -> list[BlockKey]:
     return keys
 
 
-def block_bytes(key: BlockKey) -> np.ndarray:
-    """The one payload a block with this key can have."""
+def block_bytes(key: BlockKey, nbytes: int = BLOCK_BYTES) -> np.ndarray:
+    """The one payload a block with this key can have; a larger one repeats itself."""
     seed = int.from_bytes(key[:8], "big")
-    return np.random.default_rng(seed).integers(0, 256, BLOCK_BYTES, dtype=np.uint8)
+    payload = np.random.default_rng(seed).integers(0, 256, BLOCK_BYTES, dtype=np.uint8)
+    return payload if nbytes == BLOCK_BYTES else np.resize(payload, nbytes)
 
 
 def prompt(name: str, blocks: int, *, shared: int = 0) -> list[int]:
@@ -608,7 +632,8 @@ def _check_tree(state: CacheState, rows: list[int]) -> None:
         tips.update([*turn.tips.values(), *turn.arrival])
     ram_hold, disk_hold = Counter[int](), Counter[int]()
     for conversation in state.conversations:
-        ram_hold.update(conversation.rows() if conversation.in_ram else ())
+        parked = [tip for tip in conversation.tips if conversation.in_ram and tip.in_ram]
+        ram_hold.update(row for tip in parked for row in tip.rows)
         disk_hold.update(conversation.rows() if conversation.on_disk else ())
     for turn in state.turns.values():
         held = [*turn.tips.values(), *turn.arrival]

@@ -80,6 +80,9 @@ class Budget:
     max_conversations: int = 0
 
 
+_GIVE_BACK: Final = frozenset({NeedKind.RESIZE, NeedKind.PRESSURE})
+"""These add nothing: for them the parked budget itself must hold, as after it was lowered."""
+
 UNBOUNDED: Final = Budget(parked_bytes=0, parked_max_bytes=1 << 62)
 """For requests that add nothing to the parked budget."""
 
@@ -157,15 +160,26 @@ def order_victims(candidates: Iterable[IdleT]) -> tuple[IdleT, ...]:
     return (*ordered, *published[written_next:], *unwritten[unwritten_next:])
 
 
+def order_cheapest_first(candidates: Iterable[IdleT]) -> tuple[IdleT, ...]:
+    """Under pressure: published ones first, because they cost no write, then unwritten ones; each oldest first."""
+    by_age = sorted(candidates, key=lambda candidate: -candidate.idle_seconds)
+    return tuple(sorted(by_age, key=lambda candidate: not candidate.published))
+
+
 def victims_of(
-    candidates: Collection[Candidate], *, extent_bytes: int, held_extents: Collection[int] = frozenset()
+    candidates: Collection[Candidate],
+    *,
+    extent_bytes: int,
+    held_extents: Collection[int] = frozenset(),
+    cheapest_first: bool = False,
 ) -> tuple[Victim, ...]:
     """G4: what eviction may really take, in victim order (G6), as bytes of extents that become wholly empty.
 
     ``candidates`` must be all parked conversations: those that stay keep the extents they share. ``held_extents``
     are held by something that is not a conversation, such as a write in flight (G9).
     """
-    leaving = order_victims(candidate for candidate in candidates if candidate.evictable)
+    order = order_cheapest_first if cheapest_first else order_victims
+    leaving = order(candidate for candidate in candidates if candidate.evictable)
     kept = set(held_extents).union(*(one.extents for one in candidates if not one.evictable))
     users = Counter(extent for candidate in leaving for extent in candidate.extents - kept)
     return tuple(_victim(candidate, candidate.extents - kept, users, extent_bytes) for candidate in leaving)
@@ -412,8 +426,9 @@ def _impossible(request: GateRequest, budget: Budget) -> Refuse | None:
 
 
 def _shortage(request: GateRequest, free_bytes: int, budget: Budget) -> _Shortage:
-    adds_parked = request.parked_need_bytes > 0
-    counted = budget.max_conversations > 0 and request.parked_conversations > 0
+    gives_back = request.kind in _GIVE_BACK
+    adds_parked = request.parked_need_bytes > 0 or gives_back
+    counted = budget.max_conversations > 0 and (request.parked_conversations > 0 or gives_back)
     return _Shortage(
         memory_bytes=request.need_bytes + request.floor_bytes - free_bytes,
         parked_bytes=budget.parked_bytes + request.parked_need_bytes - budget.parked_max_bytes if adds_parked else 0,

@@ -11,10 +11,12 @@ the neighbours.
 from __future__ import annotations
 
 import enum
+import os
 import re
+import select
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
 
 from parkade_cache.errors import MalformedAccountError
 from parkade_cache.memory.cgroup import CgroupTree, CgroupVersion, read_file
@@ -84,6 +86,11 @@ class PressureSampler:
                 return found
         return None
 
+    def trigger(self) -> StallTrigger | None:
+        """A wake-up by the kernel for this process's own group; None where it offers none or does not let us ask."""
+        path = self._group_path()
+        return None if path is None else StallTrigger.open(path)
+
     def _group_path(self) -> str | None:
         try:
             levels = self._tree.levels()
@@ -92,6 +99,49 @@ class PressureSampler:
         if not levels or levels[-1].version is not CgroupVersion.V2:
             return None
         return f"{levels[-1].folder}/memory.pressure"
+
+
+TRIGGER_STALL_US: Final = 100_000
+TRIGGER_WINDOW_US: Final = 2_000_000
+"""Tasks waited for memory a tenth of a second within two: windows of whole two seconds need no privilege."""
+
+
+class StallTrigger:
+    """Wakes its waiter when tasks of a group stall on memory (``psi`` triggers of Linux 5.2 and newer)."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._poll = select.poll()
+        self._poll.register(descriptor, select.POLLPRI | select.POLLERR)
+
+    @classmethod
+    def open(cls, path: str) -> Self | None:
+        """None where the file cannot be written, as in most containers, or the kernel knows no triggers."""
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError:
+            return None
+        try:
+            os.write(descriptor, f"some {TRIGGER_STALL_US} {TRIGGER_WINDOW_US}\0".encode())
+        except OSError:
+            os.close(descriptor)
+            return None
+        return cls(descriptor)
+
+    def wait(self, seconds: float) -> bool:
+        """Wait at most ``seconds``; whether the kernel reported stalls. OSError when the group is gone."""
+        for _, events in self._poll.poll(seconds * 1000):
+            if events & select.POLLERR:
+                raise OSError(_NO_DEVICE, "the control group is gone")
+            return True
+        return False
+
+    def close(self) -> None:
+        self._poll.unregister(self._descriptor)
+        os.close(self._descriptor)
+
+
+_NO_DEVICE: Final = 19
 
 
 def pressure_level(pressure: Pressure | None, reading: Reading, *, floor_bytes: int) -> PressureLevel:

@@ -127,7 +127,10 @@ class MemorySampler:
 
     def sample(self) -> Reading:
         """Read everything anew and name the smallest term (M1); unknown where a rule says so (M8, M9)."""
-        cap_bytes = self.cap_bytes
+        return self.sample_under(self.cap_bytes)
+
+    def sample_under(self, cap_bytes: int | None) -> Reading:
+        """As ``sample`` with another cap: what a limit that is not in force yet would leave (case 66)."""
         try:
             meminfo = self._read_meminfo()
         except MalformedAccountError as error:
@@ -149,6 +152,15 @@ class MemorySampler:
         except MalformedAccountError:
             found = []
         return tuple(found) if self.cap_bytes is None else (*found, self.cap_bytes)
+
+    def hard_limit_bytes(self) -> int | None:
+        """The smallest limit that is not ours to set: control groups and the machine; None where nobody knows."""
+        try:
+            found = [limit for level in self._tree.levels() for limit in level.limits_bytes()]
+            total_bytes = self._read_meminfo().total_bytes
+        except MalformedAccountError:
+            return None
+        return min([*found, *([] if total_bytes is None else [total_bytes])], default=None)
 
     def _rooms(self, cap_bytes: int | None, meminfo: MemInfo) -> tuple[Reading, ...]:
         levels, charges = self._tree.levels(), _Charges()

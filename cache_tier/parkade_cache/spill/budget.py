@@ -80,6 +80,10 @@ class WriteBudget:
         self._shares: deque[BudgetShare] = deque()
         self._spent_bytes = 0
 
+    def set_limit(self, per_hour_bytes: int | None) -> None:
+        """Another limit from now on; what was spent within the hour stays spent."""
+        self._per_hour_bytes = per_hour_bytes
+
     def seed(self, written: Iterable[tuple[float, int]]) -> None:
         """Count what an earlier process wrote: (seconds ago, bytes). A restart does not renew the budget."""
         now_s = self._clock.monotonic()

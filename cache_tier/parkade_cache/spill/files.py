@@ -25,6 +25,9 @@ SYNC_WAIT_BEFORE_WRITE_WAIT_AFTER = 0x07
 UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 INDEX_BUSY_SECONDS = 5.0
+INDEX_LOG_PAGES = 200
+INDEX_LOG_BYTES = 1 << 20
+"""More than the log takes before its pages move into the database, those of the commit that moves them included."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
@@ -86,6 +89,14 @@ class FileSystem:
         """Take the space of the whole file at once; False where the file system cannot."""
         return _fallocate(fd, 0, 0, nbytes)
 
+    def set_aside(self, path: Path, nbytes: int) -> bool:
+        """Take the space of a file's first ``nbytes``, its size and content unchanged; False where that cannot be."""
+        fd = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            return _fallocate(fd, FALLOC_FL_KEEP_SIZE, 0, nbytes)
+        finally:
+            os.close(fd)
+
     def punch_hole(self, fd: int, offset: int, nbytes: int) -> bool:
         """Give the range's space back, the file's size unchanged; False where the file system cannot."""
         return _fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset, nbytes)
@@ -146,12 +157,14 @@ class FileSystem:
         return True
 
     def connect(self, path: Path) -> sqlite3.Connection:
-        """A SQLite connection in autocommit mode: transactions are explicit."""
-        return sqlite3.connect(path, timeout=INDEX_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+        """A SQLite connection in autocommit mode: transactions are explicit. Its log stays below INDEX_LOG_BYTES."""
+        connection = sqlite3.connect(path, timeout=INDEX_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+        connection.execute(f"PRAGMA wal_autocheckpoint = {INDEX_LOG_PAGES}")
+        return connection
 
     def supports_direct(self, folder: Path) -> bool:
         """Whether files in ``folder`` can be written around the page cache; tried, since no call tells."""
-        path = folder / f".direct-{os.getpid()}"
+        path = folder / ".direct"  # one name for all: the next start removes what a killed one left
         with contextlib.suppress(FileNotFoundError):
             self.unlink(path)
         try:

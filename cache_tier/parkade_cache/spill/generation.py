@@ -54,6 +54,11 @@ def open_generation(fs: FileSystem, clock: Clock, root: Path, identity: Identity
     return store_generation(fs, root, identity, found.next(GenerationLife.DURABLE))
 
 
+def stored_generation(fs: FileSystem, root: Path, identity: Identity) -> Generation:
+    """The generation that is written down, for who only looks; FormatError or UnsafePathError when nobody can tell."""
+    return _read(fs, _path(root, identity))
+
+
 def store_generation(fs: FileSystem, root: Path, identity: Identity, generation: Generation) -> Generation:
     """Make a generation the one in force, on disk, before anything is written under it."""
     text = json.dumps({"generation": generation.number, "life": generation.life.value})

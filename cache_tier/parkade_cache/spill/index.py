@@ -22,7 +22,7 @@ from typing import Any
 from parkade_cache.errors import FormatError, IndexDamagedError, SpillError, UnsafePathError
 from parkade_cache.ids import PackId
 from parkade_cache.spill import layout
-from parkade_cache.spill.files import FileSystem
+from parkade_cache.spill.files import INDEX_LOG_BYTES, FileSystem
 from parkade_cache.spill.pack import PackInfo, PackPages, decode_pages, encode_pages, require_pack_id, same_shape
 
 SCHEMA_VERSION = 1
@@ -69,7 +69,20 @@ _ERRNO = {
     sqlite3.SQLITE_PERM: errno.EACCES,
 }
 _SHORT_READ = 522
-_DAMAGE = frozenset({sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT})
+_DAMAGE = frozenset(
+    {
+        sqlite3.SQLITE_ERROR,
+        sqlite3.SQLITE_INTERNAL,
+        sqlite3.SQLITE_CORRUPT,
+        sqlite3.SQLITE_NOTADB,
+        sqlite3.SQLITE_FORMAT,
+        sqlite3.SQLITE_SCHEMA,
+        sqlite3.SQLITE_TOOBIG,
+        sqlite3.SQLITE_CONSTRAINT,
+        sqlite3.SQLITE_MISMATCH,
+    }
+)
+"""What a database of garbage answers with, and a device never does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +136,20 @@ class SpillIndex:
             layout.remove_file(self._fs, self._path.with_name(self._path.name + suffix))
         self._connect()
         self.empty_because = because
+
+    def flush(self) -> None:
+        """All that was ever committed is on the device when this returns."""
+        with _translated("flushing"):
+            # SQLite flushes its log before it copies from it, and there is no other way to ask for that.
+            self._execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+
+    def keep_room(self) -> None:
+        """Set space aside for the log, where there is some.
+
+        On a full disk space comes back only once blocks are marked dead, and marking them takes space.
+        """
+        with contextlib.suppress(OSError):
+            self._fs.set_aside(self._path.with_name(f"{self._path.name}-wal"), INDEX_LOG_BYTES)
 
     def close(self) -> None:
         """Give the database back; safe to call twice."""

@@ -132,10 +132,12 @@ def open_checked_file(fs: FileSystem, path: Path, flags: int) -> int:
     return fd
 
 
-def read_small_file(fs: FileSystem, path: Path, *, most_bytes: int = 4096) -> bytes:
-    """A file that must be small; FormatError when it is not."""
+def read_small_file(fs: FileSystem, path: Path, *, most_bytes: int = 4096, from_device: bool = False) -> bytes:
+    """A file that must be small; FormatError when it is not. ``from_device`` passes by what memory has of it."""
     fd = open_checked_file(fs, path, os.O_RDONLY)
     try:
+        if from_device:
+            fs.drop_cache(fd, 0, 0)
         buffer = bytearray(most_bytes + 1)
         nbytes = fs.preadv(fd, [memoryview(buffer)], 0)
     finally:

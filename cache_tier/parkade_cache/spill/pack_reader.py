@@ -2,12 +2,13 @@
 
 What must stay true: a file is opened without following links (D5); no number in it is believed before it is proven
 against the file's size; a block is good only when its checksum holds (D4), and a bad or unreadable block costs that
-block alone and never raises.
+block alone and never raises, while a device that reads nothing at all is an error and no bad block (D8).
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from parkade_cache.errors import FormatError
+from parkade_cache.errors import FormatError, UnsafePathError
 from parkade_cache.spill import layout
 from parkade_cache.spill.aligned import PAGE_BYTES, Buffer, align_up, aligned_buffer, byte_view, is_aligned, wipe
 from parkade_cache.spill.files import FileSystem
@@ -110,6 +111,7 @@ class PackReader:
     ) -> None:
         """Open the file; UnsafePathError for anything but a regular file of ours, SpillError when it cannot be opened.
 
+        UnsafePathError also when the file alone is gone; where the folder around it is missing too, the disk is gone.
         ``read_info`` checks that the file is the ``expected`` one.
         """
         self._fs = fs
@@ -123,6 +125,8 @@ class PackReader:
             self._file_bytes = fs.fstat(self._fd).st_size
         except OSError as error:
             self.close()
+            if isinstance(error, FileNotFoundError) and _has_place(fs, path):
+                raise UnsafePathError(errno.ENOENT, f"pack {expected.pack_id} was removed from its place") from error
             layout.raise_spill_error(error, f"opening pack {expected.pack_id}")
 
     def read_info(self) -> PackInfo:
@@ -137,7 +141,8 @@ class PackReader:
 
         A buffer has the entry's size or that rounded up to a page; page-aligned and padded ones are read straight.
         Buffers are staging memory: one whose block is bad is wiped, so that nothing of it can be used by mistake.
-        Never raises for what is on the disk; ValueError only for buffers of the wrong size.
+        Never raises for what is on the disk; SpillError when the device fails to read the file's first page as well,
+        ValueError for buffers of the wrong size.
         """
         targets = [_target(entry, buffer) for entry, buffer in zip(entries, buffers, strict=True)]
         wanted = sorted((t for t in targets if self._is_possible(t.entry)), key=lambda target: target.entry.offset)
@@ -145,6 +150,8 @@ class PackReader:
         for target in targets:
             if not target.good:
                 wipe(target.view)
+        if not all(target.arrived for target in wanted):
+            self._require_device()
         return [target.good for target in targets]
 
     def close(self) -> None:
@@ -238,6 +245,13 @@ class PackReader:
                 self._read_alone(target)
             target.good = target.arrived and (not verify or _is_whole(target))
 
+    def _require_device(self) -> None:
+        """A bad sector is the pack's damage (D4); where nothing can be read, it is the device that fails (D8)."""
+        try:
+            self._read_at(0, PAGE_BYTES)
+        except OSError as error:
+            layout.raise_spill_error(error, f"reading pack {self._expected.pack_id}")
+
     def _read_alone(self, target: _Target) -> None:
         """Again without its neighbours: one unreadable sector costs one block, not the run it was read in."""
         target.arrived = True
@@ -246,6 +260,15 @@ class PackReader:
             target.arrived &= not run.failed
             for view, bounced in run.copies:
                 view[:] = bounced
+
+
+def _has_place(fs: FileSystem, path: Path) -> bool:
+    """Whether the rank's folder of packs is there."""
+    try:
+        fs.lstat(path.parents[1])
+    except OSError:
+        return False
+    return True
 
 
 def _target(entry: PackEntry, buffer: Buffer) -> _Target:

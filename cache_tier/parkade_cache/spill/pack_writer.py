@@ -313,7 +313,9 @@ class PackWriter:
 
     def _rename(self) -> None:
         target = layout.pack_path(self._folder, self._header.pack_id)
-        if layout.ensure_folder(self._fs, target.parent):
+        layout.ensure_folder(self._fs, target.parent)
+        if not self._fs.names(target.parent):
+            # Its first file makes sure of the folder's own name, whoever made it and however that ended.
             self._fs.flush_folder(target.parent.parent)
         self._fs.rename(self._path, target)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from parkade_cache.errors import FormatError, IndexDamagedError, SpillError, UnsafePathError
@@ -71,13 +71,18 @@ class Recovery:
         quarantine: Quarantine,
         book: PackBook,
         report: RecoveryReport,
+        require_home: Callable[[], None] = lambda: None,
     ) -> None:
-        """Shares index and book with the store, on the store's thread."""
+        """Shares index and book with the store, on the store's thread.
+
+        ``require_home`` raises SpillError where the files that are missing are those of a whole disk.
+        """
         self._index = index
         self._shelf = shelf
         self._quarantine = quarantine
         self._book = book
         self._report = report
+        self._require_home = require_home
 
     def run(self) -> Iterator[RecoveredPack]:
         """Packs that the owner does not know yet, newest first; cleaning comes last."""
@@ -89,6 +94,9 @@ class Recovery:
             unreturned.clear()
         self._report.index_rebuilt_because = self._index.empty_because
         yield from self._orphans()
+        if unreturned:
+            # Marks that an earlier process made may be seen and not be flushed yet: it was killed in between.
+            self._index.flush()
         for pack_id in unreturned:
             self.return_space(pack_id)
         self._remove_unfinished()
@@ -173,9 +181,12 @@ class Recovery:
         if health is PackHealth.DAMAGED:
             self.quarantine(pack_id, "a file has another size than when it was published")
             return
+        self._require_home()
         _log.warning("pack %s is in the index, but its files are %s", pack_id, health)
         with contextlib.suppress(UnsafePathError):
             self._shelf.remove(pack_id)
+        # Whoever removed the others may have been killed before that was flushed, and only the row keeps them dead.
+        self._shelf.flush_names(pack_id)
         self._forget(pack_id)
         self._report.lost += 1
 
@@ -215,6 +226,8 @@ class Recovery:
             self._shelf.remove(pack_id)
             self._book.loose.pop(pack_id, None)
             return None
+        # A row says that the pack is published, so its names are flushed first (W2): its writer may not have come to it.
+        self._shelf.flush_names(pack_id)
         returned_bytes = sum(info.entries[n].padded_bytes for info in infos for n in dead)
         last_used = infos[0].header.created_at
         self._index.publish(infos, last_used=last_used, dead=dead, returned_bytes=returned_bytes)

@@ -88,6 +88,12 @@ class PackShelf:
         """Whether every rank's file has its final name."""
         return all(self._lstat(path) is not None for path in self.paths(pack_id))
 
+    def flush_names(self, pack_id: PackId) -> None:
+        """What is seen of a pack's names, there or gone, is so on the device too."""
+        for path in self.paths(pack_id):
+            with contextlib.suppress(FileNotFoundError):
+                self._fs.flush_folder(path.parent)
+
     def disk_bytes(self, pack_id: PackId) -> int:
         """What a pack takes now, finished or not."""
         temporaries = [layout.temporary_path(self._folder.rank(rank), pack_id) for rank in self._ranks]

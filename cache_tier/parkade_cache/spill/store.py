@@ -3,7 +3,8 @@
 Blocking, on the owner's I/O thread, never from a step hook and never under the ledger's lock. What must stay true: a
 pack is found only when every rank's file is complete and its index row is committed (W2); nothing published is lost by
 a crash between any two steps (D3, S2); no two writes are admitted to the same bytes (D2). Errors of the device come
-out as SpillError or as an outcome, never as a loss (D8).
+out as SpillError or as an outcome, never as a loss; nothing is written where another directory has taken the place of
+the one that was opened (D8).
 """
 
 from __future__ import annotations
@@ -11,14 +12,22 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import os
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
+from typing import NoReturn, Self, TypeVar
 
-from parkade_cache.errors import FormatError, IndexDamagedError, SettingsError, SpillError
+from parkade_cache.errors import (
+    DirectoryInUseError,
+    FormatError,
+    IndexDamagedError,
+    SettingsError,
+    SpillError,
+    UnsafePathError,
+)
 from parkade_cache.ids import ConversationId, PackId
 from parkade_cache.spill import layout
 from parkade_cache.spill.budget import HOUR_SECONDS, Shortage, SpaceReading, WriteBudget, min_free_bytes, plan_space
@@ -32,11 +41,18 @@ from parkade_cache.spill.layout import IdentityFolder
 from parkade_cache.spill.lock import DirectoryLock
 from parkade_cache.spill.outcome import Refusal, Reservation, WriteOutcome
 from parkade_cache.spill.pack import PackInfo, pack_file_bytes, same_shape
+from parkade_cache.spill.patience import Patience
 from parkade_cache.spill.quarantine import Quarantine
 from parkade_cache.spill.recovery import PackBook, RecoveredPack, Recovery, RecoveryReport
 from parkade_cache.spill.shelf import PackShelf
 
 DAY_SECONDS = 86400.0
+
+_Result = TypeVar("_Result")
+
+_PROBE = b"parkade"
+_NO_ROOM_BYTES = 64 << 10
+"""A file system with less than this takes no index: whatever error that brings, it is full."""
 
 _log = logging.getLogger(__name__)
 
@@ -107,12 +123,18 @@ class SpillStore:
         self._clock = clock
         self._entropy = entropy
         self._lock = lock
-        self._device = fs.lstat(config.root).st_dev, fs.lstat(config.root).st_ino
+        self.patience = Patience()
+        """Without limit until it is given one: who must not hang with the disk sets ``seconds``."""
         self._quarantine = Quarantine(fs, config.root, capacity_bytes=config.capacity_bytes)
         self._foreign = ForeignFiles(fs, config.root)
         self._reservations: dict[PackId, Reservation] = {}
         self._held: Counter[PackId] = Counter()
         self._owed: set[PackId] = set()
+        self._undropped: dict[PackId, set[int]] = {}
+        self._unended: list[Callable[[], None]] = []
+        self._owed_life: GenerationLife | None = None
+        self.refused_bytes = 0
+        """The last write that the free-space floor refused, and that did not fit since."""
         self._closed = False
         self._last_id = 0
         self._index_damage = ""
@@ -153,14 +175,15 @@ class SpillStore:
                 lock.release()
                 raise
         except OSError as error:
-            layout.raise_spill_error(error, doing)
+            _raise_at_open(fs, config.root, error, doing)
 
     def close(self) -> None:
         """Let go of index and lock; safe to call twice. A pack that is finished later is adopted (case 40)."""
         if not self._closed:
             self._closed = True
-            self._index.close()
-            self._lock.release()
+            with contextlib.suppress(SpillError):
+                # What hangs now is let go of when the process ends.
+                self.patience.call(self._let_go)
 
     def __enter__(self) -> Self:
         return self
@@ -204,7 +227,7 @@ class SpillStore:
 
     @property
     def needs_recovery(self) -> bool:
-        """Whether the index was found damaged, or a complete pack has no row: run ``recover`` again."""
+        """Whether ``recover`` must run again: a damaged index, a pack without a row, or a pass that came to no end."""
         return self._index_damage != "" or self._adoptable
 
     def recover(self) -> Iterator[RecoveredPack]:
@@ -212,19 +235,42 @@ class SpillStore:
 
         May be interleaved with every other call, and run again at any time; SpillError when the device fails.
         """
-        with self._guarded("recovering"):
-            if self._index_damage:
-                self._index.reset(because=self._index_damage)
-                self._index_damage = ""
-            self._adoptable = False
-            yield from self._recovery().run()
-            self._scan()
+        packs = self._recover()
+        while True:
+            pack = self.patience.call(lambda: next(packs, None), too_late=self._not_handed_out)
+            if pack is None:
+                return
+            yield pack
+
+    def _recover(self) -> Iterator[RecoveredPack]:
+        try:
+            with self._guarded("recovering"):
+                if self._index_damage:
+                    self._index.reset(because=self._index_damage)
+                    self._index_damage = ""
+                self._adoptable = False
+                yield from self._recovery().run()
+                self._scan()
+        except SpillError:
+            self._adoptable = True
+            raise
+
+    def _not_handed_out(self, pack: RecoveredPack | None) -> None:
+        if pack is not None:
+            self._hand_out_again(pack.info.header.pack_id)
+
+    def _hand_out_again(self, pack_id: PackId) -> None:
+        """The owner does not have the pack, whatever the disk says: the next ``recover`` brings it."""
+        self._book.known.discard(pack_id)
+        self._adoptable = True
 
     def load(self, pack_id: PackId) -> RecoveredPack | None:
         """A published pack from the index; None when it is not published."""
-        with self._guarded("loading"):
-            pack = self._recovery().load(pack_id)
-            return None if pack is None else RecoveredPack(pack.infos, pack.dead, pack.last_used)
+        return self._do("loading", lambda: self._load(pack_id))
+
+    def _load(self, pack_id: PackId) -> RecoveredPack | None:
+        pack = self._recovery().load(pack_id)
+        return None if pack is None else RecoveredPack(pack.infos, pack.dead, pack.last_used)
 
     # -- writing -----------------------------------------------------------------------------------------------------
 
@@ -236,21 +282,35 @@ class SpillStore:
         A refusal changes nothing on the disk, but that other identities' files and quarantined ones go when that
         makes room (D1). REFUSED_CAPACITY asks the owner to evict ``missing_bytes`` and try again.
         """
+        return self._admit(
+            lambda: self._refusal(nbytes, urgent=urgent) or self._reserved(nbytes, pack_id), too_late=self._take_back
+        )
+
+    def grow(self, reservation: Reservation, nbytes: int, *, urgent: bool = False) -> Reservation | Refusal:
+        """Room and budget for ``nbytes`` more in a pack that is being streamed; a refusal leaves what it has."""
+        # What comes too late is given back with the rest of the pack.
+        return self._admit(
+            lambda: self._refusal(nbytes, urgent=urgent) or self._grown(reservation, nbytes), too_late=lambda _: None
+        )
+
+    def _admit(
+        self, ask: Callable[[], Reservation | Refusal], *, too_late: Callable[[Reservation | Refusal], None]
+    ) -> Reservation | Refusal:
         try:
-            return self._refusal(nbytes, urgent=urgent) or self._reserved(nbytes, pack_id)
+            return self.patience.call(lambda: self._asked_at_home(ask), too_late=too_late)
         except (OSError, IndexDamagedError) as error:
             self._note(error)
             return Refusal(WriteOutcome.FAILED, 0, str(error))
 
-    def grow(self, reservation: Reservation, nbytes: int, *, urgent: bool = False) -> Reservation | Refusal:
-        """Room and budget for ``nbytes`` more in a pack that is being streamed; a refusal leaves what it has."""
-        try:
-            refusal = self._refusal(nbytes, urgent=urgent)
-        except (OSError, IndexDamagedError) as error:
-            self._note(error)
-            return Refusal(WriteOutcome.FAILED, 0, str(error))
-        if refusal is not None:
-            return refusal
+    def _asked_at_home(self, ask: Callable[[], Reservation | Refusal]) -> Reservation | Refusal:
+        self._require_home()
+        return ask()
+
+    def _take_back(self, answer: Reservation | Refusal) -> None:
+        if isinstance(answer, Reservation):
+            self._end(answer, written_bytes=0)
+
+    def _grown(self, reservation: Reservation, nbytes: int) -> Reservation:
         grown = replace(
             reservation,
             nbytes=reservation.nbytes + nbytes,
@@ -266,8 +326,14 @@ class SpillStore:
         then ``cancel`` leaves the complete files to be adopted.
         """
         self._check_finished(infos, reservation)
-        with self._guarded("publishing"):
-            self._index.publish(infos, last_used=infos[0].header.created_at)
+        self._do(
+            "publishing",
+            lambda: self._publish(infos, reservation),
+            too_late=lambda _: self._hand_out_again(reservation.pack_id),
+        )
+
+    def _publish(self, infos: Sequence[PackInfo], reservation: Reservation) -> None:
+        self._index.publish(infos, last_used=infos[0].header.created_at)
         self._book.known.add(reservation.pack_id)
         self._end(reservation, written_bytes=sum(info.file_bytes for info in infos))
 
@@ -277,6 +343,9 @@ class SpillStore:
         What ranks left unfinished is removed (W7). A pack complete on every rank stays: its data is good, only the
         news of it failed, so it is adopted by the next ``recover`` (case 47).
         """
+        self._give_up(lambda: self._cancel(reservation, written_bytes))
+
+    def _cancel(self, reservation: Reservation, written_bytes: int) -> None:
         self._end(reservation, written_bytes=written_bytes)
         with self._guarded("cancelling"):
             if self._shelf.is_complete(reservation.pack_id):
@@ -290,9 +359,18 @@ class SpillStore:
 
         Only when every rank's writer has ended, or one of them may still rename its file into place.
         """
+        self._give_up(lambda: self._discard(reservation, written_bytes))
+
+    def _discard(self, reservation: Reservation, written_bytes: int) -> None:
         self._end(reservation, written_bytes=written_bytes)
         with self._guarded("discarding"):
             self._shelf.remove(reservation.pack_id)
+
+    def _give_up(self, end: Callable[[], None]) -> None:
+        """End a reservation; one that cannot be asked for now, since the disk hangs, is ended by ``resume``."""
+        if self.patience.lost:
+            self._unended.append(end)
+        self.patience.call(end)
 
     # -- letting go --------------------------------------------------------------------------------------------------
 
@@ -303,17 +381,25 @@ class SpillStore:
     def drop_many(self, entries: Mapping[PackId, Iterable[int]]) -> int:
         """Blocks that nobody needs: marked dead on the device, then their space returned; the bytes, all ranks (D6).
 
-        With its last block a pack's files go. After SpillError no lookup may use the blocks; their space, where it did
-        not come back, comes back with the next ``recover``. A held pack's space comes back at ``unhold``.
+        With its last block a pack's files go. After SpillError no lookup may use the blocks; they are marked and their
+        space comes back with the next ``resume``. A held pack's space comes back at ``unhold``.
         """
-        with self._guarded("dropping"):
-            known = {pack_id: self._known_entries(pack_id, numbers) for pack_id, numbers in entries.items()}
-            going = {pack_id: numbers for pack_id, numbers in known.items() if numbers}
-            if not going:
-                return 0
-            self._index.mark_dead(going)
-            self._owed.update(going)
-            return sum(self._return_owed(pack_id) for pack_id in going)
+        wanted = {pack_id: set(numbers) for pack_id, numbers in entries.items()}
+        try:
+            return self._do("dropping", lambda: self._drop(wanted))
+        except SpillError:
+            for pack_id, numbers in wanted.items():
+                self._undropped.setdefault(pack_id, set()).update(numbers)
+            raise
+
+    def _drop(self, entries: Mapping[PackId, Iterable[int]]) -> int:
+        known = {pack_id: self._known_entries(pack_id, numbers) for pack_id, numbers in entries.items()}
+        going = {pack_id: numbers for pack_id, numbers in known.items() if numbers}
+        if not going:
+            return 0
+        self._index.mark_dead(going)
+        self._owed.update(going)
+        return sum(self._return_owed(pack_id) for pack_id in going)
 
     def hold(self, pack_id: PackId) -> None:
         """A mover reads this pack: no hole is made and no file removed until ``unhold`` (D6)."""
@@ -322,68 +408,115 @@ class SpillStore:
     def unhold(self, pack_id: PackId) -> int:
         """A mover is done; the bytes that drops meanwhile now return."""
         self._held[pack_id] -= 1
-        with self._guarded("dropping"):
-            return self._return_owed(pack_id)
+        return self._do("dropping", lambda: self._return_owed(pack_id))
 
     def touch(self, conversations: Iterable[ConversationId], now: float) -> None:
         """Conversations were used at ``now``, seconds since the epoch; in one transaction."""
-        with self._guarded("touching"):
-            self._index.touch(conversations, now)
+        self._do("touching", lambda: self._index.touch(conversations, now))
 
     def quarantine(self, pack_id: PackId, reason: str) -> None:
-        """Take a pack with bad blocks out of service (D4); its files stay for a person to look at, within bounds."""
-        with self._guarded("quarantining"):
-            self._recovery().quarantine(pack_id, reason)
+        """Take a pack with bad blocks out of service (D4); its files stay for a person to look at, within bounds.
+
+        After SpillError it is handed out by the next ``recover``, to be judged once more by a disk that works.
+        """
+        try:
+            self._do("quarantining", lambda: self._recovery().quarantine(pack_id, reason))
+        except SpillError:
+            self._hand_out_again(pack_id)
+            raise
 
     def make_room(self, nbytes: int) -> int:
         """Remove quarantined and other identities' files until ``nbytes`` fit (D1); what then still is missing."""
-        with self._guarded("making room"):
-            return self._make_room(nbytes).largest_bytes
+        return self._do("making room", lambda: self._make_room(nbytes).largest_bytes)
 
     def new_generation(self, *, life: GenerationLife = GenerationLife.UNTIL_RESTART) -> None:
         """New weights: nothing written so far is found again (trap 14). Writes under way can no longer be published.
 
         By default the new packs are not found after a restart either: weights that were put into the running engine
         are not the ones the next start loads. DURABLE is for weights replaced where the engine loads them from.
-        After SpillError close the store: it must not serve the old weights' blocks.
+        After SpillError nothing is done any more for the old weights: every call fails until ``resume`` or another
+        call of this one has begun the new generation.
         """
-        with self._guarded("beginning a new generation"):
+        self._owed_life = life
+        self.patience.call(lambda: self._begin_generation(life))
+
+    def _begin_generation(self, life: GenerationLife) -> None:
+        with self._translated("beginning a new generation"):
+            self._require_root()
             old = self._folder
             self._generation = store_generation(
                 self._fs, self._config.root, self._identity, self._generation.next(life)
             )
             self._index.close()
             self._reservations.clear()
+            self._undropped.clear()
             self._open_identity()
+            self._owed_life = None
             layout.remove_tree(self._fs, old.path)
+
+    def set_limits(
+        self, *, capacity_bytes: int, min_free_bytes: int | None, write_budget_bytes_per_hour: int | None
+    ) -> None:
+        """Another capacity, free-space floor and budget from now on; nothing goes before somebody needs the room."""
+        self._config = replace(
+            self._config,
+            capacity_bytes=capacity_bytes,
+            min_free_bytes=min_free_bytes,
+            write_budget_bytes_per_hour=write_budget_bytes_per_hour,
+        )
+        self._budget.set_limit(write_budget_bytes_per_hour)
 
     # -- looking -----------------------------------------------------------------------------------------------------
 
     def usage(self) -> SpillUsage:
         """What is taken and left now."""
-        with self._guarded("measuring"):
-            self._scan_once()
-            reading, totals = self._reading(), self._index.totals()
-            return SpillUsage(
-                capacity_bytes=reading.capacity_bytes,
-                used_bytes=reading.used_bytes,
-                foreign_bytes=reading.foreign_bytes,
-                reserved_bytes=reading.reserved_bytes,
-                free_bytes=reading.free_bytes,
-                floor_bytes=reading.floor_bytes,
-                budget_remaining_bytes=self._budget.remaining_bytes(),
-                packs=totals.packs,
-                entries=totals.entries,
-                quarantined=self._quarantine.files,
-            )
+        return self._do("measuring", self._usage)
+
+    def missing_space(self) -> int:
+        """Bytes of the file system that the write refused last still lacks; 0 once it would fit."""
+        return self._do("measuring", self._missing_space)
+
+    def _missing_space(self) -> int:
+        missing = plan_space(self._reading(), self.refused_bytes).free_bytes if self.refused_bytes else 0
+        if not missing:
+            self.refused_bytes = 0
+        return missing
+
+    def _usage(self) -> SpillUsage:
+        self._scan_once()
+        reading, totals = self._reading(), self._index.totals()
+        return SpillUsage(
+            capacity_bytes=reading.capacity_bytes,
+            used_bytes=reading.used_bytes,
+            foreign_bytes=reading.foreign_bytes,
+            reserved_bytes=reading.reserved_bytes,
+            free_bytes=reading.free_bytes,
+            floor_bytes=reading.floor_bytes,
+            budget_remaining_bytes=self._budget.remaining_bytes(),
+            packs=totals.packs,
+            entries=totals.entries,
+            quarantined=self._quarantine.files,
+        )
 
     def probe(self) -> None:
-        """SpillError while the directory cannot be written or is not the one that was opened (D8)."""
-        with self._guarded("probing"):
-            found = self._fs.lstat(self._config.root)
-            if (found.st_dev, found.st_ino) != self._device:
-                raise SpillError(errno.ESTALE, f"{self._config.root} was replaced: close the store and open it again")
-            layout.write_small_file(self._fs, self._folder.path / "probe", b"parkade")
+        """SpillError while the directory cannot be written and read, or is not the one that was opened (D8)."""
+        if self._owed_life is None:
+            self._do("probing", self._probe)
+
+    def _probe(self) -> None:
+        path = self._folder.path / "probe"
+        layout.write_small_file(self._fs, path, _PROBE)
+        if layout.read_small_file(self._fs, path, from_device=True) != _PROBE:
+            raise SpillError(errno.EIO, "what was just written reads as something else")
+
+    def resume(self) -> None:
+        """Once the disk works again: do what could not be done while it did not. SpillError when it still cannot."""
+        if self._owed_life is not None:
+            self.new_generation(life=self._owed_life)
+        while self._unended:
+            self.patience.call(self._unended.pop())
+        undropped, self._undropped = self._undropped, {}
+        self.drop_many(undropped)
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
@@ -396,11 +529,15 @@ class SpillStore:
         self._index_damage = ""
         for path in (layout.identities_folder(root), self._folder.path):
             layout.ensure_folder(self._fs, path)
+            # At every start: the process that made it may have been killed before it could flush.
+            self._fs.flush_folder(path.parent)
         self._shelf = PackShelf(self._fs, self._folder, ranks=self._config.ranks)
         self._shelf.prepare()
         self._describe_identity()
         self._index: SpillIndex = SpillIndex.open(self._fs, self._folder.index, identity=self._folder.fingerprint)
         self._last_id = self._newest_stamp()
+        self._home = _place_of(self._fs.lstat(self._folder.path))
+        self._root_place = _place_of(self._fs.lstat(root))
 
     def _stamp(self, at_s: float) -> int:
         return (int(at_s * 1000) & ((1 << 48) - 1)) << 16
@@ -438,6 +575,7 @@ class SpillStore:
             quarantine=self._quarantine,
             book=self._book,
             report=self.recovery_report,
+            require_home=self._require_home,
         )
 
     def _scan_once(self) -> None:
@@ -452,6 +590,7 @@ class SpillStore:
         self._book.loose = {
             pack_id: self._shelf.disk_bytes(pack_id) for pack_id in on_disk - indexed - self._book.in_flight
         }
+        self._index.keep_room()
         self._scanned = True
 
     def _unfinished_ids(self) -> set[PackId]:
@@ -481,7 +620,12 @@ class SpillStore:
         if short:
             return Refusal(WriteOutcome.REFUSED_BUDGET, 0, f"the hour's write budget is {short} bytes short")
         self._scan_once()
-        return _space_refusal(self._make_room(nbytes))
+        refusal = _space_refusal(self._make_room(nbytes))
+        if refusal is not None and refusal.outcome is WriteOutcome.REFUSED_FREE_SPACE:
+            self.refused_bytes = nbytes
+        elif refusal is None and nbytes >= self.refused_bytes:
+            self.refused_bytes = 0
+        return refusal
 
     def _known_entries(self, pack_id: PackId, numbers: Iterable[int]) -> list[int]:
         pack = self._recovery().load(pack_id)
@@ -536,8 +680,58 @@ class SpillStore:
             self._index_damage = str(error)
             _log.warning("the spill index is damaged and will be rebuilt from the packs: %s", error)
 
+    def _let_go(self) -> None:
+        self._index.close()
+        self._lock.release()
+
+    def _is_place(self, path: Path, place: tuple[int, int]) -> bool:
+        try:
+            return _place_of(self._fs.lstat(path)) == place
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+    def _require_root(self) -> None:
+        root = self._config.root
+        if not self._is_place(root, self._root_place):
+            raise SpillError(
+                errno.ESTALE,
+                f"{root} is gone or was replaced; mount again what was there, or restart the pod to use what is there",
+            )
+
+    def _require_home(self) -> None:
+        """SpillError while the directory is not the one that was opened.
+
+        Where a disk was unmounted, the node's own lies under its mount point: nothing may be written there, and what is
+        not there is not lost.
+        """
+        if self._owed_life is not None:
+            raise SpillError(errno.ESTALE, "new weights: the old ones' blocks could not be put away yet")
+        if not self._is_place(self._folder.path, self._home):
+            self._require_root()
+            raise SpillError(
+                errno.ESTALE, f"what was in {self._config.root} was removed; restart the pod to begin anew there"
+            )
+
+    def _do(
+        self, doing: str, work: Callable[[], _Result], *, too_late: Callable[[_Result], None] = lambda _: None
+    ) -> _Result:
+        """``work`` on the directory that was opened, for as long as patience lasts."""
+
+        def guarded() -> _Result:
+            with self._guarded(doing):
+                return work()
+
+        return self.patience.call(guarded, too_late=too_late)
+
     @contextlib.contextmanager
     def _guarded(self, doing: str) -> Iterator[None]:
+        """Nothing is done but in the directory that was opened; errors as ``_translated`` has them."""
+        with self._translated(doing):
+            self._require_home()
+            yield
+
+    @contextlib.contextmanager
+    def _translated(self, doing: str) -> Iterator[None]:
         """The device's errors as SpillError; a damaged index as one too, healed by the next ``recover``."""
         try:
             yield
@@ -558,8 +752,28 @@ def _space_refusal(shortage: Shortage) -> Refusal | None:
     return None
 
 
+def _place_of(found: os.stat_result) -> tuple[int, int]:
+    """What tells a folder from any other that may come to lie in its place."""
+    return found.st_dev, found.st_ino
+
+
+def _raise_at_open(fs: FileSystem, root: Path, error: OSError, doing: str) -> NoReturn:
+    """One line for whoever started the pod: which directory, and what is wrong with it."""
+    if isinstance(error, DirectoryInUseError | UnsafePathError):
+        raise error
+    code, reason = error.errno or errno.EIO, error.strerror or str(error)
+    with contextlib.suppress(OSError):
+        if fs.space(root).free_bytes < _NO_ROOM_BYTES:
+            code, reason = errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}; free some there ({reason})"
+    raise SpillError(code, f"{doing}: {reason}") from error
+
+
 def _prepare_root(fs: FileSystem, root: Path) -> None:
     with contextlib.suppress(FileExistsError):
         fs.make_folder(root)
     if not root.is_dir():
         raise SpillError(errno.ENOTDIR, f"not a folder: {root}")
+    if not layout.identities_folder(root).exists():
+        # The first use: a pack is as lasting as the names of all folders above it. That folder may be anybody's.
+        with contextlib.suppress(OSError):
+            fs.flush_folder(root.parent)

@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
     """Run ``parkade demo``; the exit code says whether every promise was kept."""
     options = parser().parse_args(argv)
     console = Console()
-    with _terminated_like_interrupted(), _working_folder(options.dir, keep=options.keep) as folder:
+    with terminated_like_interrupted(), working_folder(options.dir, prefix="demo-", keep=options.keep) as folder:
         try:
             return _run(options, folder, console)
         except KeyboardInterrupt:
@@ -162,13 +162,13 @@ def _check_disk(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _working_folder(parent: Path | None, *, keep: bool) -> Iterator[Path]:
+def working_folder(parent: Path | None, *, prefix: str, keep: bool) -> Iterator[Path]:
     """A new folder, removed afterwards unless it is to be kept."""
     # Not the system's temporary folder, which may be memory: what is spilled must reach a disk.
     base = parent if parent is not None else default_cache_dir().parent
     try:
         base.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix="demo-", dir=base))
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
     except OSError as error:
         reason = f"{base} cannot be used ({error.strerror}); name another folder with --dir"
         raise DemoUnavailableError(reason) from None
@@ -180,8 +180,8 @@ def _working_folder(parent: Path | None, *, keep: bool) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _terminated_like_interrupted() -> Iterator[None]:
-    """SIGTERM ends the demo as Ctrl-C does, so that it cleans up."""
+def terminated_like_interrupted() -> Iterator[None]:
+    """SIGTERM ends it as Ctrl-C does, so that it cleans up."""
 
     def interrupt(_: int, __: FrameType | None) -> None:
         raise KeyboardInterrupt

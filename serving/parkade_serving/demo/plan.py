@@ -136,6 +136,8 @@ def engine_environment(base: Mapping[str, str], choice: EngineChoice) -> dict[st
             "VLLM_NO_USAGE_STATS": "1",
             "DO_NOT_TRACK": "1",
             "PYTHONUNBUFFERED": "1",
+            # The worker lives in the engine core's process, as on one GPU: a third less to import at each start.
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "PYTHONPATH": os.pathsep.join(filter(None, [str(_STARTUP), base.get("PYTHONPATH")])),
         }
     )
