@@ -9,8 +9,8 @@ PYTEST := $(RUN)/python -m pytest
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help env dev-env engine demo test test-fast test-engine test-contract test-cgroup-v2 lint format \
-	bench-step bench-spill bench-release clean
+.PHONY: help env dev-env engine demo rehearse test test-fast test-engine test-contract test-cgroup-v2 lint format \
+	bench-step bench-spill bench-release bench-allocator clean
 
 help:  ## list every target
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -27,6 +27,10 @@ demo: env  ## real vLLM on the CPU, conversations taking turns, a restart in the
 	@mkdir -p build
 	$(RUN)/parkade demo --json build/demo.json
 
+rehearse: env  ## the real server in a memory control group: a neighbour, a moving limit, a full disk, a kill; leaves build/rehearse.json
+	@mkdir -p build
+	$(RUN)/parkade rehearse --json build/rehearse.json
+
 test: dev-env  ## every test: units, real kernel, real files, real vLLM
 	$(PYTEST) tests
 
@@ -39,8 +43,8 @@ test-engine: dev-env  ## real vLLM only
 test-contract: dev-env  ## vLLM 0.33's plug-in surface, checked over its published wheel (a large download)
 	PARKADE_CONTRACT_WHEEL="vllm==0.33.*" $(PYTEST) tests/contract
 
-test-cgroup-v2: dev-env  ## memory readings and extent release on a real cgroup v2 kernel
-	$(PYTEST) tests/component/test_cgroup_v2.py
+test-cgroup-v2: dev-env  ## readings, changed limits, neighbours and the rehearsal on a real cgroup v2 kernel (PARKADE_CGROUP2)
+	$(PYTEST) tests/component/test_*cgroup_v2.py
 
 lint: dev-env  ## ruff, mypy --strict, import contracts
 	$(RUN)/ruff check .
@@ -52,13 +56,14 @@ format: dev-env  ## let ruff format and fix
 	$(RUN)/ruff check --fix .
 	$(RUN)/ruff format .
 
-bench-step bench-spill bench-release: bench-%: dev-env
+bench-step bench-spill bench-release bench-allocator: bench-%: dev-env
 	@mkdir -p build
 	$(RUN)/parkade bench $* --json build/bench-$*.json
 
 bench-step:  ## what the engine's step pays per block, at 1,000 to 1,000,000 blocks; leaves build/bench-step.json
 bench-spill:  ## packs against fio's direct sequential bandwidth; leaves build/bench-spill.json
 bench-release:  ## giving RAM back, against malloc_trim; leaves build/bench-release.json
+bench-allocator:  ## prompts after a heap release, and with glibc's tunables; leaves build/bench-allocator.json
 
 clean:  ## remove build outputs and caches, keep the environment
 	rm -rf build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -43,7 +43,7 @@ from parkade_cache.memory.gate import (
     plan_after_capture,
     victims_of,
 )
-from parkade_cache.memory.pressure import PressureLevel
+from parkade_cache.memory.pressure import PressureLevel, PressureScope
 from parkade_cache.memory.reading import MemorySampler, Reading
 from parkade_cache.memory.watch import Strain, relief_band_bytes
 from parkade_cache.mover import ExtentsCommitted, ExtentsReleased, HeapReleased, JobId, JobOutcome, Mover
@@ -140,8 +140,6 @@ class Admission:
         self.sampler = sampler
         self.mover = mover
         self.disk = disk
-        self.last_reading: Reading | None = None
-        self.reserved_at_last_reading = 0
         self._margin = Margin()
         self._back_off = BackOff()
         self._asked: dict[JobId, _Asked] = {}
@@ -153,6 +151,8 @@ class Admission:
         self._last_heap_release = float("-inf")
         self._ending = False
         self._candidate_cap: int | None = None
+        self._may_lose = True
+        self._keep_empty = 0
         self._cheapest_first = False
         self._most_bytes: int | None = None
         self.refused_under_pressure = False
@@ -195,18 +195,22 @@ class Admission:
         return max(0, -(-missing // state.geometry.slots_per_extent))
 
     def _admit(self, turn: Turn, extents: int) -> None:
-        request, is_new = self._request(turn, extents)
+        request, fresh, is_new = self._request(turn, extents)
         memory = self.state.policy.memory
-        self._back_off.limits_are((memory.floor, memory.parked.max, self.sampler.limits_bytes()))
+        limits_bytes = self.sampler.limits_bytes()
+        if limits_bytes is not None:
+            self._back_off.limits_are((memory.floor, memory.parked.max, limits_bytes))
         if not self._back_off.should_ask(request.kind, new_conversation=is_new):
             self._refused(turn, RefusalReason.BACK_OFF.value)
             self._back_off_receipt(turn, request)
             return
         self._asking = turn
+        self._keep_empty = extents - fresh
         try:
             decision = self._decide(request)
         finally:
             self._asking = None
+            self._keep_empty = 0
         if decision.admitted:
             self._back_off.succeeded(request.kind)
             self._grant(turn, extents, request.need_bytes)
@@ -215,8 +219,10 @@ class Admission:
             self._refused(turn, decision.reason)
         self._decision_receipt(turn, request, decision)
 
-    def _request(self, turn: Turn, extents: int) -> tuple[GateRequest, bool]:
-        """What the gate is asked, and whether the conversation is seen for the first time (G12)."""
+    def _request(self, turn: Turn, extents: int) -> tuple[GateRequest, int, bool]:
+        """What the gate is asked, how many extents of it are not committed yet, and whether the conversation is seen
+        for the first time (G12).
+        """
         state = self.state
         memory = state.policy.memory
         with state.lock:
@@ -232,7 +238,7 @@ class Admission:
             parked_conversations=0 if parked else 1,
             new_conversation=is_new,
         )
-        return request, is_new
+        return request, fresh, is_new
 
     def _parked_need(self, turn: Turn, parked_need: int) -> int:
         """A conversation larger than the whole budget is never parked in part (case 28)."""
@@ -401,10 +407,13 @@ class Admission:
         started = self.state.clock.monotonic()
         request = GateRequest(kind=NeedKind.RESIZE, need_bytes=policy.headroom, floor_bytes=policy.floor)
         self._candidate_cap = limit_bytes
+        # The limit is not in force yet: refusing it costs nothing, losing a conversation for it would.
+        self._may_lose = False
         try:
             decision = self._give_back(request)
         finally:
             self._candidate_cap = None
+            self._may_lose = True
         outcome = "confirmed" if decision.admitted else "refused"
         self.state.metrics.resize.labels(outcome=outcome).inc()
         self.state.receipts.add(
@@ -427,8 +436,7 @@ class Admission:
         if strain.level is PressureLevel.NONE and self.over_budget():
             reason = "budget"
         floor_bytes = self.state.policy.memory.floor
-        elsewhere = strain.stalls_of_neighbours and strain.level is not PressureLevel.NONE
-        if elsewhere and not strain.limits_changed:
+        if strain.stalls_of_neighbours and not strain.limits_changed and not self.over_budget():
             self.release_heaps("stalls_elsewhere")
             return None
         request = GateRequest(
@@ -451,11 +459,13 @@ class Admission:
 
     def _relief_bytes(self, strain: Strain, floor_bytes: int) -> int:
         """What must become available above the floor: a little more than it, or a step where only stalls say so."""
+        if strain.level is PressureLevel.NONE:
+            return 0
         band_bytes = relief_band_bytes(floor_bytes)
-        available_bytes = strain.reading.available_bytes
-        if strain.level is PressureLevel.NONE or available_bytes is None or available_bytes < floor_bytes + band_bytes:
-            return band_bytes if strain.level is not PressureLevel.NONE else 0
-        return available_bytes - floor_bytes + int(self.state.slots.held_bytes() * _STALL_SHARE)
+        available_bytes = self.sampler.sample().available_bytes
+        if strain.short or strain.stalls is not PressureScope.GROUP or available_bytes is None:
+            return band_bytes
+        return max(band_bytes, available_bytes - floor_bytes + int(self.state.slots.held_bytes() * _STALL_SHARE))
 
     def _give_back(self, request: GateRequest, *, level: PressureLevel = PressureLevel.NONE) -> GateDecision:
         """One decision that adds nothing and lets go of what it must."""
@@ -511,10 +521,9 @@ class Admission:
     def read(self) -> tuple[Reading, int]:
         """A new reading, and what is admitted and not yet committed, in the only safe order (G15)."""
         with self.state.lock:
-            reserved = self.reserved_at_last_reading = self.state.slots.reserved_bytes()
+            reserved = self.state.slots.reserved_bytes()
         cap_bytes = self._candidate_cap
         reading = self.sampler.sample() if cap_bytes is None else self.sampler.sample_under(cap_bytes)
-        self.last_reading = reading
         if not reading.known:
             self.state.metrics.memory_unknown.inc()
         return reading, reserved
@@ -599,15 +608,19 @@ class Admission:
         asking = self._asking
         if asking is None or conversation is not asking.conversation or conversation.in_flight != 1:
             return []
-        if conversation.pinned or not conversation.in_ram:
+        if conversation.pinned or not conversation.in_ram or not conversation.tips:
             return []
         used = {*asking.arrival, *asking.tips.values()}
         descends = self.state.ledger.descends
-        return [
+        spare = [
             tip
             for tip in conversation.tips
-            if tip.in_ram and not any(descends(row, top) or descends(top, row) for row in tip.rows for top in used)
+            if not any(descends(row, top) or descends(top, row) for row in tip.rows for top in used)
         ]
+        if len(spare) == len(conversation.tips):
+            # A request that has nothing to do with any of them, such as a title call: the newest state stays (W6).
+            spare.remove(max(spare, key=lambda tip: tip.last_used))
+        return [tip for tip in spare if tip.in_ram]
 
     def _is_extended(self, conversation: Conversation) -> bool:
         """Whether the request's prompt extends one of the conversation's chains (case 58)."""
@@ -630,7 +643,8 @@ class Admission:
     def release(self, step: Release) -> int:
         """Give empty extents back, and on the first step of a decision the heaps too (G3)."""
         before = self._tally.released_bytes
-        self.release_empty()
+        # Empty extents that the asker is going to use are no memory to give back: its need has left them out (G15).
+        self.release_empty(keep=self._keep_empty)
         if step.first:
             self._ask_heaps()
         return self._tally.released_bytes - before
@@ -643,6 +657,8 @@ class Admission:
         else:
             went = self.let_go(conversation, reason="pressure" if self._cheapest_first else "gate")
         if went:
+            if self._most_bytes is not None:
+                self._most_bytes -= sum(v.freeable_bytes for v in self._victims or () if v.conversation == conversation)
             return True
         self._victims = None
         return False
@@ -684,7 +700,7 @@ class Admission:
         with state.lock:
             lost = self._lost_blocks(conversation.rows())
             # Blocks that are unwritten after a complete write-out came with a turn that began and ended meanwhile.
-            used_meanwhile = outcome in _SAFE and lost > 0
+            used_meanwhile = lost > 0 and (outcome in _SAFE or not self._may_lose)
             if state.conversations.get(victim) is not conversation or used_meanwhile or not self._may_go(conversation):
                 self._tally.skipped_busy.append(victim)
                 return False
@@ -706,7 +722,7 @@ class Admission:
         with state.lock:
             spare = self._spare_chains(conversation)
             lost = self._lost_blocks(row for tip in spare for row in tip.rows)
-            if not spare or (lost and outcome in _SAFE):
+            if not spare or lost:
                 self._tally.skipped_busy.append(conversation.id)
                 return False
             tokens = max(tip.tokens for tip in spare)
@@ -786,17 +802,20 @@ class Admission:
             return
         asked = self._ask(job)
         self.mover.release(job, extents)
-        if wait and not asked.done.wait(ANSWER_TIMEOUT_S):
+        if not wait:
+            return
+        if not asked.done.wait(ANSWER_TIMEOUT_S):
             _log.warning("a mover has not released extents within %.0f s", ANSWER_TIMEOUT_S)
+        self._tally.released_bytes += sum(r.nbytes for r in list(asked.reports) if isinstance(r, ExtentsReleased))
 
     def heaps_rested(self) -> bool:
         """Whether a release of the heaps that nothing asks for is due (rate limit; the gate is not bound by it)."""
         return self.state.clock.monotonic() - self._last_heap_release >= IDLE_HEAP_INTERVAL_S
 
-    def release_heaps(self, reason: str) -> None:
+    def release_heaps(self, reason: str, *, limited: bool = True) -> Sequence[HeapRecord]:
         """Release the heaps off the request path, where it is not too soon; its receipt says what came of it."""
-        if not self.heaps_rested():
-            return
+        if limited and not self.heaps_rested():
+            return ()
         self._begin_tally()
         started = self.state.clock.monotonic()
         self._ask_heaps()
@@ -808,6 +827,7 @@ class Admission:
             duration_seconds=self.state.clock.monotonic() - started,
             heaps=tuple(self._tally.heaps),
         )
+        return tuple(self._tally.heaps)
 
     def _ask_heaps(self) -> None:
         """Ask every process of the pod, and wait until each has answered or timed out (G3)."""
@@ -871,7 +891,6 @@ class Admission:
         if isinstance(report, ExtentsReleased):
             self.state.metrics.release_seconds.labels(what="extents").observe(report.seconds)
             self.state.metrics.released_bytes.labels(what="extents").inc(report.nbytes)
-            self._tally.released_bytes += report.nbytes
             self._release_receipt(report)
         if over:
             asked.done.set()

@@ -118,6 +118,8 @@ class DiskTier:
         self.store = store
         self.mover = mover
         self._tickets: dict[JobId, WriteTicket] = {}
+        self._fitting = False
+        """The disk may hold more than its capacity."""
         self._ending: dict[JobId, WriteTicket] = {}
         """Writes that have ended and are being published or undone: nobody can give them up any more."""
         self._reservations: dict[PackId, Reservation] = {}
@@ -746,21 +748,46 @@ class DiskTier:
                 min_free_bytes=spill.min_free,
                 write_budget_bytes_per_hour=spill.write_budget_per_hour,
             )
+        with self.state.lock:
+            self._fitting = True
+            self.state.wake.notify_all()
+
+    def fits(self) -> bool:
+        """Whether the disk holds no more than its capacity; what is over goes with the next ticks."""
+        usage = self.usage() if self._fitting else None
+        return usage is None or usage.over_bytes <= 0
 
     def fit_capacity(self) -> None:
-        """A disk that holds more than its capacity, as after a smaller one was set, gives the oldest up (case 45)."""
-        usage = self.usage()
-        if usage is not None and usage.over_bytes > 0:
-            self.evict_oldest(usage.over_bytes, None)
+        """A disk that holds more than its capacity, as after a smaller one was set, gives some up (D1, case 45).
 
-    def evict_oldest(self, missing_bytes: int, keep: Conversation | None) -> bool:
+        Foreign and damaged files go first, then the conversations used longest ago, as far as they may go now; what
+        stays over is tried again. Called by the tick: it may take long.
+        """
+        if not self._fitting or not self.state.spill_healthy:
+            return
+        try:
+            with self._io:
+                self.store.make_room(0)
+        except (ParkadeError, OSError) as error:
+            self.failed("make_room", error)
+            return
+        usage = self.usage()
+        if usage is None:
+            return
+        if usage.over_bytes > 0:
+            self.evict_oldest(usage.over_bytes, None, as_far_as_possible=True)
+            usage = self.usage()
+        self._fitting = usage is None or usage.over_bytes > 0
+
+    def evict_oldest(self, missing_bytes: int, keep: Conversation | None, *, as_far_as_possible: bool = False) -> bool:
         """Let the least recently used conversations go from disk until ``missing_bytes`` came back (D6).
 
-        Where all of them together would not bring that much, none goes and the answer is False.
+        Where all of them together would not bring that much, none goes and the answer is False, unless it is
+        ``as_far_as_possible``.
         """
         if not self._recovered():
             return False
-        victims = self._disk_victims(missing_bytes, keep)
+        victims = self._disk_victims(missing_bytes, keep, as_far_as_possible=as_far_as_possible)
         returned = 0
         for victim in victims:
             if returned >= missing_bytes:
@@ -777,7 +804,9 @@ class DiskTier:
                 state.wake.wait(0.1)
             return not state.recovering
 
-    def _disk_victims(self, missing_bytes: int, keep: Conversation | None) -> list[Conversation]:
+    def _disk_victims(
+        self, missing_bytes: int, keep: Conversation | None, *, as_far_as_possible: bool
+    ) -> list[Conversation]:
         """Conversations to let go, oldest first, that together bring ``missing_bytes``; empty when all do not."""
         state = self.state
         slot_bytes = state.geometry.pod_slot_bytes
@@ -796,7 +825,7 @@ class DiskTier:
             found += frees * slot_bytes
             if found >= missing_bytes:
                 return victims
-        return []
+        return victims if as_far_as_possible else []
 
     def _may_leave_disk(self, conversation: Conversation) -> bool:
         return (

@@ -15,10 +15,10 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from parkade_cache.admission import Admission
 from parkade_cache.disk_tier import DiskTier
@@ -80,6 +80,10 @@ class PolicyOrder:
         """Wake whoever waits for the answer."""
         self.result = result
         self.done.set()
+
+    def supersede(self) -> None:
+        """A later policy has come before this one was begun."""
+        self.finish(_refused("another policy was sent before this one's turn came", 0.0))
 
 
 class LivePolicy:
@@ -150,11 +154,17 @@ class LivePolicy:
             change = self.state.policy_box.replace(order.policy)
         finally:
             self._applying = False
-        decision = self.changed(change)
+        try:
+            decision = self.changed(change)
+        except Exception as error:  # noqa: BLE001 - it is in force; whoever sent it must not hear that it is not
+            _log.exception("a policy is in force, and not everything within it")
+            reason = f"{type(error).__name__}: {error}"
+            return _in_force(reason, clock.monotonic() - started, evicted)
+        fits = self.disk is None or self.disk.fits()
         return PolicyResult(
             applied=True,
-            outcome="applied" if decision.admitted else "applied_in_part",
-            reason=decision.reason,
+            outcome="applied" if decision.admitted and fits else "applied_in_part",
+            reason=decision.reason or ("" if fits else "spill_size"),
             seconds=clock.monotonic() - started,
             missing_bytes=decision.outcome.missing_bytes if isinstance(decision.outcome, Refuse) else 0,
             evicted=evicted + len(decision.progress.evicted),
@@ -172,10 +182,20 @@ class LivePolicy:
         if self.disk is not None and change.new.spill is not None:
             self.disk.set_limits(change.new.spill)
         decision = self.admission.policy_changed(change)
-        if self.disk is not None:
-            self.disk.fit_capacity()
         self.state.metrics.resize.labels(outcome="applied").inc()
         return decision
+
+
+def _in_force(reason: str, seconds: float, evicted: int) -> PolicyResult:
+    return PolicyResult(
+        applied=True,
+        outcome="applied_in_part",
+        reason=reason,
+        seconds=seconds,
+        missing_bytes=0,
+        evicted=evicted,
+        decision=None,
+    )
 
 
 def _refused(reason: str, seconds: float, decision: GateDecision | None = None) -> PolicyResult:
@@ -203,8 +223,14 @@ def _cannot(limit_bytes: int, decision: GateDecision) -> str:
     )
 
 
-SendDocument = Callable[[Mapping[str, object], str], PolicyOrder]
-"""Checks a document and hands it to the gate's thread; the second argument says where it came from."""
+class PolicyOrders(Protocol):
+    """Where policies go."""
+
+    def send_if_new(self, document: Mapping[str, object], origin: str) -> PolicyOrder | None:
+        """Check a document and hand it to the gate's thread; None where it is in force already."""
+
+    def reject_policy(self, origin: str, reason: str) -> None:
+        """Say that a document was not even readable."""
 
 
 class PolicyFile:
@@ -216,9 +242,11 @@ class PolicyFile:
     def __init__(self, path: Path, *, over: Mapping[str, object] | None = None) -> None:
         self.path = path
         self._over = dict(over or {})
-        self._seen = self._signature()
+        # Not what is there now: it may have changed since the command line was read, while the engine started.
+        self._seen: tuple[int, int, int, int] | None = None
         self._order: PolicyOrder | None = None
         self._again_at = float("inf")
+        self._refused_over: Policy | None = None
 
     def _signature(self) -> tuple[int, int, int, int] | None:
         # Through links: a ConfigMap is swapped by moving one.
@@ -258,22 +286,26 @@ class PolicyFile:
             raise PolicyError(f"{self.path} must hold a JSON object")
         return merge_documents(document, self._over)
 
-    def follow(self, order: SendDocument, rejected: Callable[[str, str], None], now: float) -> None:
+    def follow(self, orders: PolicyOrders, in_force: Policy, now: float) -> None:
         """Send the file's policy on when it has changed, and again while it is right but cannot be met yet.
 
-        A wrong one is reported and changes nothing. ``now`` is monotonic seconds.
+        A wrong one is reported and changes nothing; one that was refused is not tried again once another has been put
+        in force meanwhile. ``now`` is monotonic seconds.
         """
         if self._order is not None and self._order.done.is_set():
             result, self._order = self._order.result, None
-            self._again_at = now + RETRY_S if result is not None and not result.applied else float("inf")
-        if not self.changed() and now < self._again_at:
+            refused = result is not None and not result.applied
+            self._again_at = now + RETRY_S if refused else float("inf")
+            self._refused_over = in_force if refused else None
+        again = now >= self._again_at and in_force is self._refused_over
+        if not self.changed() and not again:
             return
         self._again_at = float("inf")
         origin = str(self.path)
         try:
             document = self.document()
         except PolicyError as error:
-            rejected(origin, str(error))
+            orders.reject_policy(origin, str(error))
             return
         with contextlib.suppress(PolicyError):  # Said where it was checked.
-            self._order = order(document, origin)
+            self._order = orders.send_if_new(document, origin)

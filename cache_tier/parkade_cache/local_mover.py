@@ -576,7 +576,7 @@ class LocalMover(Mover):
                 outcome=JobOutcome.DONE,
                 pack=order.pack,
                 conversation=order.conversation,
-                created_at=order.created_at,
+                created_at=info.header.created_at,
                 entries=written,
                 tips=order.tips,
                 file_bytes=info.file_bytes,

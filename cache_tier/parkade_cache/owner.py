@@ -14,7 +14,7 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from parkade_cache.admission import Admission
@@ -30,7 +30,7 @@ from parkade_cache.memory.reading import MemorySampler
 from parkade_cache.mover import ExtentsCommitted, ExtentsReleased, HeapReleased, JobId, Mover, PackWritten, Report
 from parkade_cache.policy import PolicyChange
 from parkade_cache.recall import Recall
-from parkade_cache.receipts import ReceiptKind
+from parkade_cache.receipts import HeapRecord, ReceiptKind
 from parkade_cache.spill import SpillStore, WriteOutcome
 from parkade_cache.state import CacheState
 from parkade_cache.summaries import IdentityFacts, describe, find, list_conversations, summarise
@@ -49,8 +49,13 @@ TOUCH_INTERVAL_S = 5.0
 DIRTY_WATERMARK = 0.25
 """W8: unwritten share of ``parked.max`` above which writing does not wait for a conversation to be idle."""
 
+HEAP_WAIT_S = 30.0
+"""How long somebody who asks for the heaps waits behind other decisions."""
+
 POLICY_WAIT_S = 170.0
 """How long a policy's sender waits for its answer; the change goes on without it."""
+
+_ENDING = "the pod is ending; no policy counts any more"
 
 _TURNS_SHARE = 0.5
 """Share of a drain's grace that running turns may take; the rest is for writing out (S1)."""
@@ -87,7 +92,9 @@ class Owner:
         self._policy_orders: deque[PolicyOrder] = deque()
         self._heaps = heaps
         self._surroundings = surroundings or Surroundings()
+        self._relieved_last = False
         self._turns_at_heap_release = 0
+        self._heap_orders: deque[queue.SimpleQueue[Sequence[HeapRecord]]] = deque()
         self._heaps_due = False
         self._live: LivePolicy | None = None
         self._watcher: Watcher | None = None
@@ -261,33 +268,62 @@ class Owner:
         if self._policy_changes:
             change = self._policy_changes.popleft()
             return lambda: self.live_policy.changed(change)
-        strain = self.watcher.take_strain(critical_only=bool(state.wishes))
+        # Between two reliefs somebody who waits is served: one that lasts must not keep everybody waiting.
+        waiting = bool(state.wishes)
+        strain = None if waiting and self._relieved_last else self.watcher.take_strain(critical_only=waiting)
         if strain is not None:
+            self._relieved_last = True
             return lambda: self.watcher.relieve(strain)
+        self._relieved_last = False
         if state.wishes:
             wish = state.wishes.popleft()
             return lambda: self.admission.serve(wish)
         if state.captured:
             turn = state.captured.popleft()
             return lambda: self.admission.after_capture(turn)
+        if self._heap_orders:
+            answer = self._heap_orders.popleft()
+            return lambda: answer.put(self.admission.release_heaps("asked", limited=False))
         if self._heaps_due:
             self._heaps_due = False
             return lambda: self.admission.release_heaps("idle")
         return None
 
+    def release_heaps(self) -> list[HeapRecord]:
+        """Ask every process for its heap now and wait for what came of it; TimeoutError when the gate is busy."""
+        answer: queue.SimpleQueue[Sequence[HeapRecord]] = queue.SimpleQueue()
+        with self.state.lock:
+            self._heap_orders.append(answer)
+            self.state.wake.notify_all()
+        try:
+            return list(answer.get(timeout=HEAP_WAIT_S))
+        except queue.Empty:
+            raise TimeoutError("the gate is busy letting go of conversations; ask again") from None
+
     # -- policies ---------------------------------------------------------------------------------------------------
 
+    def send_if_new(self, document: Mapping[str, object], origin: str) -> PolicyOrder | None:
+        """As ``send_policy``; None where it is in force already."""
+        policy = self.live_policy.parse(document, origin)
+        with self.state.lock:
+            in_force = not self._policy_orders and policy == self.state.policy
+        return None if in_force else self._queue(PolicyOrder(policy, origin))
+
     def send_policy(self, document: Mapping[str, object], origin: str) -> PolicyOrder:
-        """Check a policy and hand it to the gate's thread.
+        """Check a policy and hand it to the gate's thread, in place of one that has not begun yet.
 
         Raises:
             PolicyError: it is wrong, and nothing has changed.
 
         """
-        order = PolicyOrder(self.live_policy.parse(document, origin), origin)
+        return self._queue(PolicyOrder(self.live_policy.parse(document, origin), origin))
+
+    def _queue(self, order: PolicyOrder) -> PolicyOrder:
         with self.state.lock:
             if self._stopping.is_set():
-                raise PolicyError("the pod is ending; no policy counts any more")
+                raise PolicyError(_ENDING)
+            while self._policy_orders:
+                self._policy_orders.popleft().supersede()
             self._policy_orders.append(order)
             self.state.wake.notify_all()
         return order
@@ -305,8 +341,10 @@ class Owner:
 
         """
         order = self.send_policy(document, origin)
-        if not order.done.wait(POLICY_WAIT_S) or order.result is None:
+        if not order.done.wait(POLICY_WAIT_S):
             raise TimeoutError(f"the policy is still being carried out after {POLICY_WAIT_S:g} s; ask again")
+        if order.result is None:
+            raise PolicyError(_ENDING)
         return order.result.to_json(self.state.policy)
 
     def _policy_changed(self, change: PolicyChange) -> None:
@@ -345,8 +383,10 @@ class Owner:
             self._finish_streams(self.disk)
             if self.disk.check_health():
                 Recall(self.state, self.disk, stop=self._stopping.is_set).run()
+            self._write_wanted(self.disk)
             self._write_behind(self.disk)
             self.disk.collect_dead()
+            self.disk.fit_capacity()
             self._touch(self.disk)
         with self.state.lock:
             self.state.free_unheld_ram()
@@ -373,6 +413,22 @@ class Owner:
         if now - self._touched_at >= TOUCH_INTERVAL_S:
             self._touched_at = now
             disk.touch()
+
+    def _write_wanted(self, disk: DiskTier) -> None:
+        """Case 61: conversations whose requests wait for their write."""
+        state = self.state
+        while True:
+            with state.lock:
+                if not state.wanted_on_disk:
+                    return
+                _, conversation = state.wanted_on_disk.popitem()
+                if conversation.writing:
+                    continue
+            ticket = disk.order_write(conversation, urgent=True)
+            if not isinstance(ticket, WriteTicket):
+                with state.lock:
+                    # Nothing is left to write, or it cannot be written now: nobody waits for it any more.
+                    conversation.retry_write_at = state.clock.monotonic() + 5.0
 
     def _write_behind(self, disk: DiskTier) -> None:
         """W7, W8: one background write at a time, of the conversation that has been idle longest."""
@@ -507,6 +563,7 @@ class Owner:
             "receipts": self.list_receipts,
             "policy": lambda _: self.state.policy.to_json(),
             "set_policy": lambda p: self.set_policy(_mapping(p.get("policy")), origin=str(p.get("origin") or "http")),
+            "release_heaps": lambda _: self.release_heaps(),
             "arriving": lambda p: self.watcher.may_arrive(ConversationId(str(p["conversation"]))),
             "ready": lambda _: {"ready": self.ready, "draining": self.state.draining},
             "live": lambda _: {"live": True},
@@ -588,10 +645,12 @@ class Owner:
         with state.lock:
             for turn in state.turns.values():
                 self.cache.let_go(turn)
-        for conversation in list(self.state.conversations):
-            self.forget(conversation.id)
-        if self.disk is not None:
-            self.disk.new_generation()
+        try:
+            for conversation in list(self.state.conversations):
+                self.forget(conversation.id)
+        finally:
+            if self.disk is not None:
+                self.disk.new_generation()
 
     def summary(self) -> dict[str, Any]:
         """The pod's cache in numbers: what the operator, ``parkade top`` and the demo read."""

@@ -111,6 +111,8 @@ class CacheState:
         self.touched: dict[ConversationId, float] = {}
         self.probe_due = False
         self.pressure = PressureLevel.NONE
+        self.wanted_on_disk: dict[ConversationId, Conversation] = {}
+        """Conversations whose requests wait for their write (case 61)."""
         self.rates = Rates.unmeasured()
         self.totals = Totals()
         self.version = 0

@@ -134,6 +134,7 @@ def _memory(state: CacheState, reading: Reading) -> dict[str, Any]:
         "parked_max_bytes": state.policy.memory.parked.max,
         "parked_peak_bytes": state.totals.parked_peak_bytes,
         "reserved_bytes": state.slots.reserved_bytes(),
+        "pressure": state.pressure.value,
     }
 
 

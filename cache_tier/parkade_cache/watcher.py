@@ -12,18 +12,18 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from parkade_cache.admission import Admission
 from parkade_cache.conversations import Conversation
-from parkade_cache.disk_tier import DiskTier, WriteTicket
+from parkade_cache.disk_tier import DiskTier
 from parkade_cache.ids import ConversationId
-from parkade_cache.live_policy import PolicyFile, PolicyOrder
-from parkade_cache.memory.pressure import PressureLevel, PressureSampler
+from parkade_cache.live_policy import PolicyFile, PolicyOrders
+from parkade_cache.memory.pressure import PressureLevel, PressureSampler, StallTrigger
 from parkade_cache.memory.reading import MemorySampler
-from parkade_cache.memory.watch import PressureWatch, Strain
+from parkade_cache.memory.watch import PressureWatch, Strain, relief_band_bytes
 from parkade_cache.receipts import ReceiptKind
 from parkade_cache.state import CacheState
 
@@ -34,6 +34,12 @@ WATCH_INTERVAL_S = 0.25
 
 RELIEF_INTERVAL_S = 1.0
 """How often relief is tried again while pressure lasts and the last one has not won the floor back."""
+
+LONGEST_INTERVAL_S = 30.0
+"""The interval doubles up to this while relief brings nothing."""
+
+_WORTH_BYTES = 8 << 20
+"""Relief that released less, and let nobody go, has brought nothing: an allocator always finds a few pages."""
 
 _RETRY_AFTER_S = 2
 """When a request that was refused because its conversation is unwritten may come again (case 61)."""
@@ -51,14 +57,6 @@ class Surroundings:
     policy_file: PolicyFile | None = None
     overloaded: Callable[[bool], None] = _untold
     """Told when requests should ask ``Watcher.may_arrive`` before any work, and when no longer."""
-
-
-class PolicyOrders(Protocol):
-    """Where policies go."""
-
-    def send_policy(self, document: Mapping[str, object], origin: str) -> PolicyOrder: ...
-
-    def reject_policy(self, origin: str, reason: str) -> None: ...
 
 
 class Watcher:
@@ -84,6 +82,7 @@ class Watcher:
         self._strain: Strain | None = None
         self._relieved_at = float("-inf")
         self._relieved_in_full = False
+        self._interval_s = RELIEF_INTERVAL_S
         self._overloaded = False
 
     def run(self, stopping: threading.Event) -> None:
@@ -96,13 +95,13 @@ class Watcher:
                 else:
                     trigger.wait(WATCH_INTERVAL_S)
             except OSError:
+                _close(trigger)
                 trigger = None
             try:
                 self.watch()
             except Exception:  # noqa: BLE001 - the next look must still be taken
                 _log.exception("memory could not be watched")
-        if trigger is not None:
-            trigger.close()
+        _close(trigger)
 
     def watch(self) -> Strain:
         """Look once; what must be done is left to the gate."""
@@ -119,9 +118,10 @@ class Watcher:
         state.metrics.memory_pressure_level.set(list(PressureLevel).index(strain.level))
         if strain.limits_before_bytes is not None:
             self._note_limits(strain, strain.limits_before_bytes)
-        pressing = strain.reading.known and strain.level is not PressureLevel.NONE
-        pressing |= self.admission.over_budget()
-        due = strain.rose or self._lost_again(strain) or now - self._relieved_at >= RELIEF_INTERVAL_S
+        if strain.rose or strain.limits_changed:
+            self._interval_s = RELIEF_INTERVAL_S
+        pressing = strain.asks or self.admission.over_budget()
+        due = strain.rose or self._lost_again(strain) or now - self._relieved_at >= self._interval_s
         if strain.limits_changed or (pressing and due):
             self._relieved_at, self._relieved_in_full = now, False
             with state.lock:
@@ -129,16 +129,14 @@ class Watcher:
                 state.wake.notify_all()
         self._note_overload(strain)
         if self._surroundings.policy_file is not None:
-            self._surroundings.policy_file.follow(self._orders.send_policy, self._orders.reject_policy, now)
+            self._surroundings.policy_file.follow(self._orders, state.policy, now)
         return strain
 
     def _lost_again(self, strain: Strain) -> bool:
         """What the last relief had won back is gone: somebody grows, and waiting would let them reach the limit."""
         available_bytes = strain.reading.available_bytes
         return (
-            self._relieved_in_full
-            and available_bytes is not None
-            and available_bytes < self.state.policy.memory.floor
+            self._relieved_in_full and available_bytes is not None and available_bytes < self.state.policy.memory.floor
         )
 
     def take_strain(self, *, critical_only: bool) -> Strain | None:
@@ -152,9 +150,16 @@ class Watcher:
     def relieve(self, strain: Strain) -> None:
         """Carry out what is due, on the gate's thread."""
         decision = self.admission.relieve(strain)
-        self._relieved_in_full = decision is not None and decision.admitted
-        # The wait until the next try counts from the end: a long write-out must not be followed by another at once.
-        self._relieved_at = self.state.clock.monotonic()
+        worth_bytes = max(_WORTH_BYTES, relief_band_bytes(self.state.policy.memory.floor))
+        in_vain = decision is None or not (decision.progress.evicted or decision.released_bytes >= worth_bytes)
+        with self.state.lock:
+            self._relieved_in_full = decision is not None and decision.admitted
+            # The wait until the next try counts from the end: a long write-out must not be followed by another at once,
+            # nor by one that was asked for meanwhile and knows nothing of what this one has given back.
+            self._strain = None
+            self._relieved_at = self.state.clock.monotonic()
+            # Where nothing is left to give back, asking every second would only cost every process a trim.
+            self._interval_s = min(2 * self._interval_s, LONGEST_INTERVAL_S) if in_vain else RELIEF_INTERVAL_S
 
     def _note_limits(self, strain: Strain, before_bytes: tuple[int, ...]) -> None:
         """A limit was changed: in the kernel's files, or by a policy, which has a receipt of its own as well."""
@@ -203,10 +208,18 @@ class Watcher:
             found = state.conversations.get(conversation)
             if found is None or not _is_unwritten(found):
                 return False
-            if found.writing:
-                return True
-        # Where nothing is left to write, or it cannot be written, waiting would not help.
-        return isinstance(self.disk.order_write(found, urgent=True), WriteTicket)
+            if not found.writing and found.retry_write_at > state.clock.monotonic():
+                return False  # It could not be written just now: waiting would not help.
+            if not found.writing:
+                # The disk is not for the thread of a request to wait for: the owner's tick orders the write.
+                state.wanted_on_disk[found.id] = found
+                state.wake.notify_all()
+            return True
+
+
+def _close(trigger: StallTrigger | None) -> None:
+    if trigger is not None:
+        trigger.close()
 
 
 def _is_unwritten(conversation: Conversation) -> bool:

@@ -118,7 +118,8 @@ class ParkadeEndpoints:
         answer = await self._client.acall("set_policy", {"policy": await json_object(request)}, _POLICY_S)
         if isinstance(answer, Mapping) and not answer.get("applied"):
             detail = f"the policy before stays in force: {answer.get('reason')}"
-            raise ProblemError(HTTPStatus.CONFLICT, detail, {"Retry-After": str(_POLICY_RETRY_S)})
+            members = {name: answer[name] for name in ("missing_bytes", "evicted", "reading") if name in answer}
+            raise ProblemError(HTTPStatus.CONFLICT, detail, {"Retry-After": str(_POLICY_RETRY_S)}, members=members)
         return _json(answer)
 
     async def drain(self, request: Request) -> Response:

@@ -19,13 +19,15 @@ from typing import Any, Final
 from parkade_cache.errors import ParkadeError
 from parkade_cache.heaps import OwnHeap
 from parkade_cache.receipts import HeapRecord
-from parkade_serving.rpc import OwnerClient, OwnerServer
+from parkade_serving.rpc import OwnerClient, OwnerServer, is_served
 from parkade_serving.sockets import check_socket_path
 
 _log = logging.getLogger(__name__)
 
 _PREFIX: Final = "heap-"
 _CALL: Final = "release_heap"
+_MOST_AGENTS: Final = 32
+"""Asked at the same time; API servers of one pod are fewer."""
 
 
 def start_agent(folder: Path, *, process: str = "api-server") -> OwnerServer | None:
@@ -50,7 +52,7 @@ class AgentHeaps:
     def __init__(self, folder: Path, own: OwnHeap | None = None) -> None:
         self._folder = folder
         self._own = own or OwnHeap()
-        self._pool = concurrent.futures.ThreadPoolExecutor(max_workers=4, thread_name_prefix="parkade-heaps")
+        self._pool = concurrent.futures.ThreadPoolExecutor(_MOST_AGENTS, thread_name_prefix="parkade-heaps")
 
     def release(self, timeout_s: float) -> Sequence[HeapRecord]:
         """Ask the agents at once, release this process's own heap meanwhile."""
@@ -60,6 +62,10 @@ class AgentHeaps:
             records += call.result()
         return records
 
+    def close(self) -> None:
+        """Ask nobody any more."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
     def _agents(self) -> list[Path]:
         try:
             return sorted(self._folder.glob(f"{_PREFIX}*.sock"))
@@ -68,7 +74,7 @@ class AgentHeaps:
 
 
 def _ask(path: Path, timeout_s: float) -> list[HeapRecord]:
-    if not _is_alive(path):
+    if not is_served(path):
         path.unlink(missing_ok=True)
         return []
     try:
@@ -81,9 +87,3 @@ def _ask(path: Path, timeout_s: float) -> list[HeapRecord]:
 
 def _record(found: Mapping[str, Any]) -> HeapRecord:
     return HeapRecord(**found)
-
-
-def _is_alive(path: Path) -> bool:
-    """Whether the process that the socket's name tells is still there."""
-    pid = path.stem.removeprefix(_PREFIX)
-    return pid.isascii() and pid.isdigit() and Path(f"/proc/{pid}").exists()

@@ -170,6 +170,7 @@ class OwnerRuntime:
 
     owner: Owner
     server: OwnerServer
+    heaps: AgentHeaps
     block_tokens: tuple[int, ...]
     group_rank: dict[int, int]
     uncaptured: set[BlockKey] = field(default_factory=set)
@@ -203,6 +204,7 @@ class OwnerRuntime:
         seconds = float(os.environ.get("PARKADE_SHUTDOWN_SECONDS", "20"))
         self.owner.stop(grace_s=seconds)
         self.server.close()
+        self.heaps.close()
         leave_garbage_to_the_kernel()
 
 
@@ -223,6 +225,7 @@ def start_owner(settings: PodSettings) -> OwnerRuntime:
         spill_on=store is not None,
     )
     state.group_positions = settings.group_rank
+    heaps = AgentHeaps(settings.socket_dir)
     owner = Owner(
         state,
         sampler=MemorySampler(cap_bytes=settings.policy.memory.limit),
@@ -233,7 +236,7 @@ def start_owner(settings: PodSettings) -> OwnerRuntime:
             block_tokens=settings.block_tokens[0],
             block_bytes=settings.geometry.pod_slot_bytes,
         ),
-        heaps=AgentHeaps(settings.socket_dir),
+        heaps=heaps,
         surroundings=Surroundings(
             policy_file=PolicyFile(settings.policy_file, over=settings.policy_over) if settings.policy_file else None,
             overloaded=lambda overloaded: _mark(settings.socket_dir / OVERLOADED_MARK, there=overloaded),
@@ -249,7 +252,13 @@ def start_owner(settings: PodSettings) -> OwnerRuntime:
     )
     owner.start(hub)
     server = OwnerServer(settings.socket_dir / OWNER_SOCKET, owner.handlers()).start()
-    return OwnerRuntime(owner=owner, server=server, block_tokens=settings.block_tokens, group_rank=settings.group_rank)
+    return OwnerRuntime(
+        owner=owner,
+        server=server,
+        heaps=heaps,
+        block_tokens=settings.block_tokens,
+        group_rank=settings.group_rank,
+    )
 
 
 def _mark(path: Path, *, there: bool) -> None:

@@ -25,11 +25,20 @@ _STATUS = {
 class ProblemError(ParkadeError):
     """An answer that is a problem; ends a handler."""
 
-    def __init__(self, status: HTTPStatus, detail: str, headers: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        status: HTTPStatus,
+        detail: str,
+        headers: Mapping[str, str] | None = None,
+        *,
+        members: Mapping[str, object] | None = None,
+    ) -> None:
+        """``members`` are more keys of the document (RFC 9457, section 3.2)."""
         super().__init__(detail)
         self.status = status
         self.detail = detail
         self.headers = headers
+        self.members = members
 
 
 class ProblemResponse(JSONResponse):
@@ -37,14 +46,22 @@ class ProblemResponse(JSONResponse):
 
     media_type = "application/problem+json"
 
-    def __init__(self, status: HTTPStatus, detail: str, headers: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        status: HTTPStatus,
+        detail: str,
+        headers: Mapping[str, str] | None = None,
+        members: Mapping[str, object] | None = None,
+    ) -> None:
         content = {"type": "about:blank", "title": status.phrase, "status": int(status), "detail": detail}
-        super().__init__(content, status_code=int(status), headers=headers)
+        super().__init__({**(members or {}), **content}, status_code=int(status), headers=headers)
 
 
 def response_for(error: ProblemError | OwnerUnavailableError | OwnerCallError) -> ProblemResponse:
     if isinstance(error, ProblemError):
-        return ProblemResponse(error.status, error.detail, error.headers)
+        return ProblemResponse(error.status, error.detail, error.headers, error.members)
     if isinstance(error, OwnerCallError):
-        return ProblemResponse(_STATUS[error.failure], str(error))
+        status = _STATUS[error.failure]
+        later = {"Retry-After": "5"} if status is HTTPStatus.SERVICE_UNAVAILABLE else None
+        return ProblemResponse(status, str(error), later)
     return ProblemResponse(HTTPStatus.SERVICE_UNAVAILABLE, str(error), {"Retry-After": "5"})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from parkade_serving.rpc_client import OwnerClient
-from parkade_serving.rpc_server import Handler, OwnerServer
+from parkade_serving.rpc_server import Handler, OwnerServer, is_served
 from parkade_serving.rpc_wire import CallFailure, OwnerCallError, OwnerUnavailableError
 from parkade_serving.sockets import owner_socket_path, socket_folder
 
@@ -14,6 +14,7 @@ __all__ = [
     "OwnerClient",
     "OwnerServer",
     "OwnerUnavailableError",
+    "is_served",
     "owner_socket_path",
     "socket_folder",
 ]

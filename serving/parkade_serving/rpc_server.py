@@ -97,7 +97,7 @@ class OwnerServer:
     def _claim_path(self) -> None:
         check_socket_path(self._path)
         make_private_folder(self._path.parent)
-        if _is_served(self._path):
+        if is_served(self._path):
             raise DirectoryInUseError(f"another cache owner serves {self._path}; give each pod its own --socket-dir")
         self._path.unlink(missing_ok=True)
 
@@ -180,11 +180,14 @@ def _failure(name: str, error: Exception) -> Reply:
         return Reply(failure=CallFailure.NOT_FOUND, message=text)
     if isinstance(error, ValueError):
         return Reply(failure=CallFailure.INVALID, message=text)
+    if isinstance(error, TimeoutError):
+        return Reply(failure=CallFailure.BUSY, message=text)
     logger.error("the call %r of the cache owner failed", name, exc_info=error)
     return Reply(failure=CallFailure.FAILED, message=f"{type(error).__name__}: {text}")
 
 
-def _is_served(path: Path) -> bool:
+def is_served(path: Path) -> bool:
+    """Whether somebody listens at the socket; asked without a word to them."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
         try:
             probe.connect(os.fspath(path))

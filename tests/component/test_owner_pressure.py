@@ -351,6 +351,7 @@ def test_a_smaller_disk_gives_the_oldest_up_and_a_larger_one_counts_at_once(pod:
     changed = document(pod)
     changed["spill"]["size"] = usage.used_bytes * 3 // 4
     assert pod.owner.set_policy(changed)["applied"]
+    pod.until(disk.fits, "what is over has gone")
     usage = disk.usage()
     assert usage is not None
     assert usage.used_bytes <= changed["spill"]["size"]
@@ -401,7 +402,7 @@ def test_a_disk_cannot_be_added_while_the_pod_runs() -> None:
 
 def follow(pod: Pod, file: PolicyFile, now: float = 0.0) -> None:
     """One look at the file; the answer to what it sent is in afterwards."""
-    file.follow(pod.owner.send_policy, pod.owner.reject_policy, now)
+    file.follow(pod.owner, pod.policy.current, now)
     if file._order is not None:
         assert file._order.done.wait(20)
 
@@ -416,13 +417,13 @@ def replace_file(path: Path, text: str) -> None:
 def test_a_changed_file_counts_and_the_last_good_policy_stays_when_it_is_wrong(pod: Pod, tmp_path: Path) -> None:
     path = tmp_path / "policy.json"
     path.write_text(json.dumps(document(pod)))
-    file = PolicyFile(path, over={"memory": {"parked": {"max": 4 * EXTENT_BYTES}}})
+    file = PolicyFile(path, over={"memory": {"parked": {"max": EIGHT_EXTENTS}}})
     follow(pod, file)
     assert pod.all_receipts(ReceiptKind.POLICY) == []
     replace_file(path, json.dumps(document(pod, floor=2 * FLOOR, parked_max=EXTENT_BYTES)))
     follow(pod, file)
     memory = pod.policy.current.memory
-    assert (memory.floor, memory.parked.max) == (2 * FLOOR, 4 * EXTENT_BYTES), "what the flags say stays"
+    assert (memory.floor, memory.parked.max) == (2 * FLOOR, EIGHT_EXTENTS), "what the flags say stays"
     for wrong in ("{", "[]", json.dumps(document(pod) | {"colour": "blue"}), "[" * 100_000):
         replace_file(path, wrong)
         follow(pod, file)
@@ -486,8 +487,7 @@ def test_case_61_a_request_whose_own_state_is_unwritten_is_asked_to_retry_and_th
     assert (answer["admit"], answer["retry_after_s"] > 0) == (False, True)
     assert not watcher.may_arrive(ConversationId("a"))["admit"], "its write is still under way"
     pod.fs.held.set()
-    pod.settle()
-    assert watcher.may_arrive(ConversationId("a")) == {"admit": True}
+    pod.until(lambda: watcher.may_arrive(ConversationId("a")) == {"admit": True}, "its write is done")
     assert watcher.may_arrive(ConversationId("never seen")) == {"admit": True}
     refused = the_last(pod, ReceiptKind.REFUSE, "retry_later")
     assert (refused.conversation, refused.reason) == ("a", "own_state_unwritten")
@@ -503,7 +503,9 @@ def test_case_61_a_disk_that_cannot_take_it_refuses_nobody(pod: Pod, host: Host)
     changed = document(pod)
     changed["spill"]["writeBudgetPerHour"] = 0
     pod.owner.set_policy(changed)
-    assert watcher.may_arrive(ConversationId("a")) == {"admit": True}
+    pod.until(
+        lambda: watcher.may_arrive(ConversationId("a")) == {"admit": True}, "the write was refused, so it may come"
+    )
 
 
 # -- the asker's own conversation ------------------------------------------------------------------------------------
@@ -564,3 +566,91 @@ def test_every_processs_heap_release_is_in_the_receipt_and_the_metrics(tmp_path:
 def test_an_idle_pod_releases_its_heaps_off_the_request_path(pod: Pod) -> None:
     park(pod, "a")
     await_idle_release(pod)
+
+
+def test_case_66_a_limit_is_refused_rather_than_met_by_losing_a_conversation(pod: Pod, host: Host) -> None:
+    """ADR 7: the write-outs do not succeed in time, and the limit is not in force yet."""
+    park(pod, "a", "b", "c")
+    changed = document(pod)
+    changed["spill"]["writeBudgetPerHour"] = 0
+    pod.owner.set_policy(changed)
+    answer = pod.owner.set_policy(document(pod, limit=FLOOR + 2 * EXTENT_BYTES, parked_max=FLOOR))
+    assert (answer["applied"], pod.state.totals.dropped_conversations, evicted(pod)) == (False, 0, [])
+    resumes(pod, "a", "b", "c")
+    del host
+
+
+def test_a_later_policy_takes_the_place_of_one_that_has_not_begun(pod: Pod) -> None:
+    pod.fs.held.clear()
+    pod.sampler.on_sample = lambda: pod.fs.held.wait(20)
+    pod.begin("a", prompt("a", 5))
+    first = pod.owner.send_policy(document(pod, floor=2 * FLOOR), "first")
+    second = pod.owner.send_policy(document(pod, floor=3 * FLOOR), "second")
+    assert first.result is not None
+    assert not first.result.applied
+    pod.fs.held.set()
+    pod.sampler.on_sample = None
+    assert second.done.wait(20)
+    assert pod.policy.current.memory.floor == 3 * FLOOR
+
+
+def test_a_file_that_was_refused_does_not_override_a_policy_that_came_later(
+    pod: Pod, host: Host, tmp_path: Path
+) -> None:
+    park(pod, "a")
+    path = tmp_path / "policy.json"
+    path.write_text(json.dumps(document(pod, limit=FLOOR + EXTENT_BYTES, parked_max=FLOOR)))
+    file = PolicyFile(path)
+    running = pod.begin("a", prompt("a", 15))
+    running.match()
+    follow(pod, file, now=10.0)
+    running.load()
+    running.finish()
+    pod.settle()
+    follow(pod, file, now=10.1)
+    pod.owner.set_policy(document(pod, floor=2 * FLOOR))
+    follow(pod, file, now=20.0)
+    assert (pod.policy.current.memory.limit, pod.policy.current.memory.floor) == (None, 2 * FLOOR)
+    del host
+
+
+def test_w6_a_request_that_has_nothing_to_do_with_its_conversation_leaves_the_newest_state(tmp_path: Path) -> None:
+    with Pod(folder=tmp_path / "spill", parked_max=4 * EXTENT_BYTES) as pod:
+        park(pod, "a", blocks=30)
+        pod.turn("a", prompt("write a title", 15))
+        pod.settle()
+        assert pod.described("a")["ram_blocks"] == 30
+        assert pod.turn("a", prompt("a", 30)).receipt.outcome == "resumed_ram"
+
+
+def test_extents_that_the_asker_is_going_to_use_are_not_given_back_for_it(pod: Pod, host: Host) -> None:
+    """G15: its need has left them out already."""
+    park(pod, "a")
+    pod.owner.admission.release_empty = lambda **_: None  # type: ignore[method-assign]
+    pod.evict("a")
+    del pod.owner.admission.release_empty
+    empty = pod.state.slots.empty_extents
+    assert empty
+    per = pod.geometry.slots_per_extent
+    wanted = empty * per + per
+    host.limit = FLOOR + empty * pod.geometry.pod_extent_bytes + pod.geometry.pod_extent_bytes // 2
+    pod.turn("b", prompt("b", wanted - 1))
+    pod.settle()
+    assert host.available >= 0
+    (decision,) = [
+        r for r in pod.all_receipts() if r.conversation == "b" and r.kind in {ReceiptKind.ADMIT, ReceiptKind.REFUSE}
+    ]
+    assert decision.outcome == "refused", "half an extent is missing, and what it will use brings nothing"
+
+
+def test_relief_that_brings_nothing_is_asked_for_less_and_less_often(pod: Pod, host: Host) -> None:
+    park(pod, "a")
+    pod.conversation("a").pinned = True
+    host.neighbour = host.limit
+    intervals = []
+    for _ in range(7):
+        pod.owner.watcher._relieved_at = float("-inf")
+        watch(pod)
+        intervals.append(pod.owner.watcher._interval_s)
+    assert intervals[-1] == 30.0
+    assert intervals == sorted(intervals)

@@ -80,8 +80,10 @@ class Budget:
     max_conversations: int = 0
 
 
-_GIVE_BACK: Final = frozenset({NeedKind.RESIZE, NeedKind.PRESSURE})
-"""These add nothing: for them the parked budget itself must hold, as after it was lowered."""
+_GIVE_BACK: Final = frozenset({NeedKind.PRESSURE})
+"""It adds nothing: for it the parked budget itself must hold, as after it was lowered. A lowered limit looks at memory
+only, because the budget that comes with it is not in force yet.
+"""
 
 UNBOUNDED: Final = Budget(parked_bytes=0, parked_max_bytes=1 << 62)
 """For requests that add nothing to the parked budget."""

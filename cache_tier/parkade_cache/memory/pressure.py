@@ -161,6 +161,11 @@ def pressure_level(pressure: Pressure | None, reading: Reading, *, floor_bytes: 
     return PressureLevel.NONE
 
 
+def stalls_count(pressure: Pressure) -> bool:
+    """Whether the stalls alone make a level."""
+    return _is_critical(pressure) or pressure.some.avg10_percent >= WARNING_SOME_PERCENT
+
+
 def _is_critical(pressure: Pressure) -> bool:
     own = pressure.scope is PressureScope.GROUP
     return own and pressure.full is not None and pressure.full.avg10_percent >= CRITICAL_FULL_PERCENT

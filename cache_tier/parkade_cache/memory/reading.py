@@ -145,12 +145,15 @@ class MemorySampler:
         machine = Reading(meminfo.available_bytes, ReadingSource.MEMINFO)
         return smallest((machine, *rooms))
 
-    def limits_bytes(self) -> tuple[int, ...]:
-        """Every finite limit in force now, topmost level first, the cap last: equal as long as nobody changed one."""
+    def limits_bytes(self) -> tuple[int, ...] | None:
+        """Every finite limit in force now, topmost level first, the cap last: equal as long as nobody changed one.
+
+        None where they cannot be read just now, which does not mean that there are none.
+        """
         try:
             found = [limit for level in self._tree.levels() for limit in level.limits_bytes()]
         except MalformedAccountError:
-            found = []
+            return None
         return tuple(found) if self.cap_bytes is None else (*found, self.cap_bytes)
 
     def hard_limit_bytes(self) -> int | None:

@@ -24,6 +24,10 @@ class Quarantine:
         self._files: dict[str, int] = {}
         self.taken_total = 0
 
+    def set_capacity(self, capacity_bytes: int) -> None:
+        """Another capacity of the directory from now on; what is over its share goes with the next that comes."""
+        self._most_bytes = capacity_bytes * MAX_CAPACITY_PERCENT // 100
+
     @property
     def nbytes(self) -> int:
         """Bytes on disk."""

@@ -226,7 +226,7 @@ class Recovery:
             self._shelf.remove(pack_id)
             self._book.loose.pop(pack_id, None)
             return None
-        # A row says that the pack is published, so its names are flushed first (W2): its writer may not have come to it.
+        # A row says that the pack is published: its names are flushed first, its writer may not have come to it (W2).
         self._shelf.flush_names(pack_id)
         returned_bytes = sum(info.entries[n].padded_bytes for info in infos for n in dead)
         last_used = infos[0].header.created_at

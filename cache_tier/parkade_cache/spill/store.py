@@ -41,7 +41,7 @@ from parkade_cache.spill.layout import IdentityFolder
 from parkade_cache.spill.lock import DirectoryLock
 from parkade_cache.spill.outcome import Refusal, Reservation, WriteOutcome
 from parkade_cache.spill.pack import PackInfo, pack_file_bytes, same_shape
-from parkade_cache.spill.patience import Patience
+from parkade_cache.spill.patience import HeardFileSystem, Patience
 from parkade_cache.spill.quarantine import Quarantine
 from parkade_cache.spill.recovery import PackBook, RecoveredPack, Recovery, RecoveryReport
 from parkade_cache.spill.shelf import PackShelf
@@ -119,12 +119,12 @@ class SpillStore:
         """Use ``open``."""
         self._config = config
         self._identity = identity
-        self._fs = fs
+        self.patience = Patience()
+        """Without limit until it is given one: who must not hang with the disk sets ``seconds``."""
+        self._fs = fs = HeardFileSystem(fs, self.patience.heard)
         self._clock = clock
         self._entropy = entropy
         self._lock = lock
-        self.patience = Patience()
-        """Without limit until it is given one: who must not hang with the disk sets ``seconds``."""
         self._quarantine = Quarantine(fs, config.root, capacity_bytes=config.capacity_bytes)
         self._foreign = ForeignFiles(fs, config.root)
         self._reservations: dict[PackId, Reservation] = {}
@@ -465,6 +465,7 @@ class SpillStore:
             write_budget_bytes_per_hour=write_budget_bytes_per_hour,
         )
         self._budget.set_limit(write_budget_bytes_per_hour)
+        self._quarantine.set_capacity(capacity_bytes)
 
     # -- looking -----------------------------------------------------------------------------------------------------
 
@@ -514,7 +515,8 @@ class SpillStore:
         if self._owed_life is not None:
             self.new_generation(life=self._owed_life)
         while self._unended:
-            self.patience.call(self._unended.pop())
+            self.patience.call(self._unended[-1])
+            self._unended.pop()
         undropped, self._undropped = self._undropped, {}
         self.drop_many(undropped)
 

@@ -54,10 +54,17 @@ def _run_release(module: Any, options: argparse.Namespace) -> Mapping[str, objec
     return found
 
 
+def _run_allocator(module: Any, options: argparse.Namespace) -> Mapping[str, object]:
+    chosen = {} if options.pairs is None else {"pairs": options.pairs}
+    found: Mapping[str, object] = module.run(**chosen)
+    return found
+
+
 BENCHMARKS: Final = {
     "step": Benchmark("what the engine's step pays per block, at 1,000 to 1,000,000 blocks", _run_step),
     "spill": Benchmark("packs written and read, against fio's direct sequential bandwidth", _run_spill),
     "release": Benchmark("giving parked memory back, against malloc_trim", _run_release),
+    "allocator": Benchmark("prompts after a heap release, and with glibc's tunables; real engines", _run_allocator),
 }
 
 
@@ -77,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The options of ``parkade bench``."""
-    names = "\n".join(f"  {name:<8} {benchmark.does}" for name, benchmark in BENCHMARKS.items())
+    names = "\n".join(f"  {name:<10} {benchmark.does}" for name, benchmark in BENCHMARKS.items())
     made = Parser(
         prog="parkade bench",
         description="Measure on this machine what Parkade promises.",
@@ -87,6 +94,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--json", type=Path, metavar="FILE", help="write every figure to FILE")
     made.add_argument("--dir", type=Path, metavar="DIR", help="spill: a folder on the disk that is measured")
     made.add_argument("--total", type=size, metavar="SIZE", help="spill, release: how much is written or parked")
+    made.add_argument("--pairs", type=int, metavar="N", help="allocator: prompts with and without a release each")
     return made
 
 

@@ -45,8 +45,8 @@ def run(*, total_bytes: int = 1 << 30, repeats: int = 3) -> dict[str, object]:
 
     The fall of usage is the worst repeat's, times are medians. Raises ``OSError`` where a child cannot run.
     """
-    extents = [_in_child("extents", total_bytes) for _ in range(repeats)]
-    heaps = [_in_child("heap", total_bytes) for _ in range(repeats)]
+    extents = [measure_in_child("extents", total_bytes) for _ in range(repeats)]
+    heaps = [measure_in_child("heap", total_bytes) for _ in range(repeats)]
     release_s = statistics.median(_number(one, "seconds") for one in extents)
     trim_s = statistics.median(_number(one, "seconds") for one in heaps)
     worst = min(extents, key=lambda one: _number(one, "usage_fall_bytes"))
@@ -161,7 +161,8 @@ def _usage_bytes(group: Level | None) -> int:
     return (None if group is None else group.current_bytes()) or resident_bytes()
 
 
-def _in_child(what: str, total_bytes: int) -> Mapping[str, object]:
+def measure_in_child(what: str, total_bytes: int) -> Mapping[str, object]:
+    """Measure ``extents`` or ``heap`` in a process in which nothing else moves; OSError where it cannot run."""
     environment = {key: value for key, value in os.environ.items() if key != "LD_PRELOAD"}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     done = subprocess.run(

@@ -61,6 +61,11 @@ class Engine:
         self._known: dict[int, psutil.Process] = {self._child.pid: self._root}
 
     @property
+    def pid(self) -> int:
+        """The first process."""
+        return self._child.pid
+
+    @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 

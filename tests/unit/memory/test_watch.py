@@ -21,7 +21,7 @@ class Looking:
 
     watch: PressureWatch = field(default_factory=PressureWatch)
     now: float = 100.0
-    limits: tuple[int, ...] = (1 << 30,)
+    limits: tuple[int, ...] | None = (1 << 30,)
 
     def at(self, available: int | None, *, after: float = 0.25, pressure: Pressure | None = None) -> Strain:
         self.now += after
@@ -36,8 +36,10 @@ def looking() -> Looking:
     return Looking()
 
 
-def stalls(percent: float, *, full: float = 0.0, scope: PressureScope = PressureScope.GROUP) -> Pressure:
-    return Pressure(scope, Stall(percent, 0.0, 0.0, 0), Stall(full, 0.0, 0.0, 0))
+def stalls(
+    percent: float, *, full: float = 0.0, scope: PressureScope = PressureScope.GROUP, total_us: int = 0
+) -> Pressure:
+    return Pressure(scope, Stall(percent, 0.0, 0.0, total_us), Stall(full, 0.0, 0.0, 0))
 
 
 def test_a_level_rises_at_once(looking: Looking) -> None:
@@ -86,8 +88,33 @@ def test_m11_a_limit_changed_by_anybody_is_seen_once(looking: Looking) -> None:
 
 def test_the_groups_own_stalls_count_although_the_reading_is_good(looking: Looking) -> None:
     strain = looking.at(10 * FLOOR, pressure=stalls(20.0))
-    assert (strain.level, strain.stalls_of_neighbours) == (PressureLevel.WARNING, False)
-    assert looking.at(10 * FLOOR, pressure=stalls(20.0, full=20.0)).level is PressureLevel.CRITICAL
+    assert (strain.level, strain.asks, strain.stalls_of_neighbours) == (PressureLevel.WARNING, True, False)
+    strain = looking.at(10 * FLOOR, pressure=stalls(20.0, full=20.0, total_us=200_000))
+    assert strain.level is PressureLevel.CRITICAL
+
+
+def test_a_stall_that_has_ended_asks_for_nothing_although_the_average_remembers_it(looking: Looking) -> None:
+    looking.at(10 * FLOOR, pressure=stalls(40.0, total_us=900_000))
+    for _ in range(40):
+        strain = looking.at(10 * FLOOR, pressure=stalls(40.0, total_us=900_000))
+        assert not strain.asks
+    assert strain.level is PressureLevel.NONE
+
+
+def test_a_level_that_only_waits_to_fall_asks_for_nothing(looking: Looking) -> None:
+    assert looking.at(FLOOR - 1).asks
+    calm = stalls(0.0)
+    strain = looking.at(FLOOR + BAND, pressure=calm)
+    assert (strain.level, strain.asks) == (PressureLevel.WARNING, False)
+    assert looking.at(FLOOR + BAND - 1, pressure=calm).asks
+
+
+def test_limits_that_cannot_be_read_just_now_have_not_changed(looking: Looking) -> None:
+    looking.at(FLOOR)
+    before, looking.limits = looking.limits, None
+    assert not looking.at(FLOOR).limits_changed
+    looking.limits = before
+    assert not looking.at(FLOOR).limits_changed
 
 
 def test_the_machines_stalls_alone_are_marked_as_perhaps_a_neighbours(looking: Looking) -> None:
