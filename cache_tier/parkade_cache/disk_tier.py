@@ -55,7 +55,7 @@ LONGEST_PROBE_INTERVAL_S = 60.0
 """The interval doubles up to this while the disk fails again within as long of being used again."""
 
 DISK_PATIENCE_S = 10.0
-"""How long the owner waits for one call to the disk; then it counts as failed, and the call goes on without it."""
+"""How long the owner waits for a step of the disk's; then the disk counts as failed, and the call goes on alone."""
 
 STUCK_AFTER_S = 5.0
 """A write that was given up and does not end for this long hangs, and the disk with it; one that is slow ends."""
@@ -118,7 +118,7 @@ class DiskTier:
         self.store = store
         self.mover = mover
         self._tickets: dict[JobId, WriteTicket] = {}
-        self._fitting = False
+        self._fitting = True
         """The disk may hold more than its capacity."""
         self._ending: dict[JobId, WriteTicket] = {}
         """Writes that have ended and are being published or undone: nobody can give them up any more."""
@@ -475,6 +475,8 @@ class DiskTier:
                 self._finish_stream(turn, turn.stream)
 
     def _finish_stream(self, turn: Turn, stream: StreamPack) -> None:
+        if stream.ended:
+            return
         if not stream.failed and turn.conversation.forgotten:
             self._refuse_stream(stream, "forgotten")
         if not stream.failed and not self._streamed_rows(stream):
@@ -790,7 +792,7 @@ class DiskTier:
         victims = self._disk_victims(missing_bytes, keep, as_far_as_possible=as_far_as_possible)
         returned = 0
         for victim in victims:
-            if returned >= missing_bytes:
+            if returned >= missing_bytes or not self.state.spill_healthy:
                 break
             returned += self._evict(victim)
         return returned > 0

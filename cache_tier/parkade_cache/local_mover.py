@@ -471,6 +471,8 @@ class LocalMover(Mover):
             if stream is not None:
                 stream.failure = reason or "aborted"
         order = order or PackOrder(pack=pack, conversation=_NOBODY, created_at=0.0)
+        # Captures that wait for a buffer must not wait for a disk that hangs: they are given up at once.
+        self._capture_lane.try_submit(self._capture_waiting_now)
         if not self._stream_lane.try_submit(lambda: self._abort_stream(job, order, reason)):
             self._report_pack(job, order, JobOutcome.CANCELLED, reason=reason)
 

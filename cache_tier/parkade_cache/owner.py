@@ -405,8 +405,14 @@ class Owner:
             with self.state.lock:
                 if not self.state.finished_streams:
                     return
-                turn = self.state.finished_streams.popleft()
-            disk.finish_stream(turn)
+                turn = self.state.finished_streams[0]
+            try:
+                disk.finish_stream(turn)
+            finally:
+                # Only now: whoever waits for streams to end must see it here or in the backlog.
+                with self.state.lock:
+                    if self.state.finished_streams and self.state.finished_streams[0] is turn:
+                        self.state.finished_streams.popleft()
 
     def _touch(self, disk: DiskTier) -> None:
         now = self.state.clock.monotonic()
@@ -579,6 +585,7 @@ class Owner:
     def export_metrics(self) -> list[dict[str, Any]]:
         """All metric families, gauges brought up to date."""
         self.state.metrics.observe(self.summary())
+        self.state.metrics.receipts_unwritten.set(self.state.receipts.unwritten_total)
         return self.state.metrics.export()
 
     def list_receipts(self, params: Mapping[str, Any]) -> list[dict[str, object]]:

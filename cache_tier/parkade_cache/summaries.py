@@ -161,6 +161,12 @@ def _disk(state: CacheState, disk: DiskTier | None, counts: dict[str, int]) -> d
     return summary
 
 
+def _spill_reason(state: CacheState) -> str:
+    if not state.spill_healthy:
+        return "Degraded"
+    return "NoSpace" if state.spill_reason else "Writable"
+
+
 def _conditions(state: CacheState, memory: Mapping[str, Any]) -> list[dict[str, str]]:
     known = memory["available_bytes"] is not None
     healthy = known and memory["available_bytes"] >= memory["floor_bytes"]
@@ -176,8 +182,8 @@ def _conditions(state: CacheState, memory: Mapping[str, Any]) -> list[dict[str, 
         conditions.append(
             {
                 "type": "SpillHealthy",
-                "status": "True" if state.spill_healthy else "False",
-                "reason": "Writable" if state.spill_healthy else "Degraded",
+                "status": "False" if state.spill_reason or not state.spill_healthy else "True",
+                "reason": _spill_reason(state),
                 "message": state.spill_reason,
             }
         )

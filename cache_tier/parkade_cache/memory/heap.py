@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from parkade_cache.errors import MalformedAccountError
 from parkade_cache.memory.cgroup import read_file
 
 
@@ -114,8 +115,14 @@ def detect_allocator(library: ctypes.CDLL) -> Allocator:
 
 
 def resident_bytes() -> int:
-    """Resident memory of this process, as the kernel counts it (approximate by a few pages per processor)."""
-    text = read_file("/proc/self/statm") or b"0 0"
+    """Resident memory of this process, as the kernel counts it (approximate by a few pages per processor).
+
+    0 where it cannot be read: a release that worked must not fail for a statistic.
+    """
+    try:
+        text = read_file("/proc/self/statm") or b"0 0"
+    except MalformedAccountError:
+        return 0
     return int(text.split()[1]) * _PAGE_BYTES
 
 

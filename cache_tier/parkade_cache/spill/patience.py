@@ -2,8 +2,8 @@
 
 A call into a file system that hangs cannot be interrupted: its thread stays in the kernel until the device answers.
 Whoever must not hang with it lets another thread make the call, and gives it up once nothing has come from the disk for
-a while; a call of many steps may take long. What must stay true: one call is under way at a time, given up or not; while
-one hangs, the next is refused at once; whoever gave a call up says what becomes of it when it ends after all.
+a while; a call of many steps may take long. What must stay true: one call is under way at a time, given up or not;
+while one hangs, the next is refused at once; whoever gave a call up says what becomes of it when it ends after all.
 """
 
 from __future__ import annotations

@@ -366,7 +366,9 @@ def test_thirty_publishes_cost_two_flushes_each_once_the_folders_are_there(spill
     fs = FaultyFileSystem()
     store = spill.open(fs=fs)
     for n in range(256):
-        (store.rank_folder(0) / "packs" / f"{n:02x}").mkdir(mode=0o700)
+        folder = store.rank_folder(0) / "packs" / f"{n:02x}"
+        folder.mkdir(mode=0o700)
+        (folder / "another pack").touch()
     fs.operations.clear()
     for n in range(30):
         publish_chain(fs, store, [f"b{n}"])
