@@ -7,10 +7,13 @@ run it say what must be true. A program, because a kernel with the other version
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import json
 import os
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,12 +23,14 @@ from typing import Any
 
 from parkade_cache.arena import Arena
 from parkade_cache.errors import MalformedAccountError
-from parkade_cache.memory.cgroup import CgroupTree, CgroupVersion
+from parkade_cache.memory.cgroup import CgroupTree, CgroupVersion, parse_groups, parse_mounts
 from parkade_cache.memory.gate import UNBOUNDED, Admit, GateRequest, NeedKind, Release, plan
+from parkade_cache.memory.pressure import StallTrigger
 from parkade_cache.memory.reading import MemorySampler, Reading
 
 MIB = 1 << 20
 EXTENT_BYTES = 4 * MIB
+STALLING_MIB = 32
 
 
 @dataclass(frozen=True)
@@ -37,20 +42,65 @@ class Group:
     mib: int
 
     def limit(self, mib: int) -> None:
+        self.set_limit(mib * MIB)
+
+    def set_limit(self, nbytes: int) -> None:
+        """v1 answers EBUSY (OSError) where more is in use and cannot be taken back; v2 kills."""
         name = "memory.limit_in_bytes" if self.version is CgroupVersion.V1 else "memory.max"
-        (self.folder / name).write_text(str(mib * MIB))
+        (self.folder / name).write_text(str(nbytes))
+
+    def set_high(self, nbytes: int | None) -> None:
+        """v2's limit that slows down and never kills; None takes it away."""
+        (self.folder / "memory.high").write_text("max" if nbytes is None else str(nbytes))
 
     def usage_bytes(self) -> int:
         name = "memory.usage_in_bytes" if self.version is CgroupVersion.V1 else "memory.current"
         return int((self.folder / name).read_text())
 
-    def oom_kills(self) -> int:
+    def events(self) -> dict[str, int]:
+        """The kernel's own counters: ``oom_kill`` and, on v2, ``oom``, ``max`` and ``high``."""
         name = "memory.oom_control" if self.version is CgroupVersion.V1 else "memory.events"
-        lines = dict(line.split() for line in (self.folder / name).read_text().splitlines())
-        return int(lines["oom_kill"])
+        lines = (line.split() for line in (self.folder / name).read_text().splitlines())
+        return {key: int(count) for key, count in lines}
+
+    def stat(self) -> dict[str, int]:
+        lines = (line.split() for line in (self.folder / "memory.stat").read_text().splitlines())
+        return {key: int(count) for key, count in lines}
+
+    def page_cache_bytes(self) -> int:
+        """Files in the group's memory; shared memory, which v2 counts among them, is none."""
+        stat = self.stat()
+        return stat["cache"] - stat["shmem"] if self.version is CgroupVersion.V1 else stat["file"] - stat["shmem"]
+
+    def oom_kills(self) -> int:
+        return self.events()["oom_kill"]
 
     def join(self, folder: Path | None = None) -> None:
         ((folder or self.folder) / "cgroup.procs").write_text(str(os.getpid()))
+
+    def as_in_a_container(self) -> Group:
+        """Make this the topmost group that this process can see, and all that it starts, as a container does (M8)."""
+        mounts = parse_mounts(Path("/proc/self/mountinfo").read_bytes())
+        point = next(mount.point for mount in mounts if mount.version is self.version).encode()
+        _call("unshare", _NEW_MOUNT_NAMESPACE)
+        _call("mount", None, b"/", None, _RECURSIVE | _PRIVATE, None)
+        with tempfile.TemporaryDirectory() as aside:
+            _call("mount", os.fsencode(self.folder), aside.encode(), None, _BIND, None)
+            _call("umount2", point, _DETACH)
+            _call("mount", aside.encode(), point, None, _MOVE, None)
+        return Group(self.version, Path(point.decode()), self.mib)
+
+
+_NEW_MOUNT_NAMESPACE = 0x00020000
+_BIND, _MOVE, _RECURSIVE, _PRIVATE = 0x1000, 0x2000, 0x4000, 0x40000
+_DETACH = 2
+
+
+def _call(name: str, *args: object) -> None:
+    """A call of the C library that answers 0; OSError where it does not."""
+    if getattr(ctypes.CDLL(None, use_errno=True), name)(*args) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}: {os.strerror(number)}")
 
 
 def seen(reading: Reading) -> dict[str, Any]:
@@ -159,9 +209,55 @@ def file_cache(group: Group) -> dict[str, Any]:
     return {"before": seen(before), "dirty": seen(dirty), "clean": seen(clean), "written": group.mib * MIB}
 
 
+def stalls(group: Group) -> dict[str, Any]:
+    """The kernel's trigger on the group's own stalls: quiet at first, then while a file is read that does not fit."""
+    group.limit(STALLING_MIB)
+    group.join()
+    with _stall_folder(group) as folder:
+        trigger = None if folder is None else StallTrigger.open(str(folder / "memory.pressure"))
+        if trigger is None:
+            return {"offered": False}
+        quiet = not trigger.wait(0.3)
+        fired, deadline = False, time.monotonic() + 20
+        with tempfile.NamedTemporaryFile(dir=Path.cwd()) as file:
+            for _ in range(3 * STALLING_MIB):
+                file.write(os.urandom(MIB))
+            file.flush()
+            os.fsync(file.fileno())
+            while not fired and time.monotonic() < deadline:
+                file.seek(0)
+                while file.read(MIB):
+                    pass
+                fired = trigger.wait(0.0)
+        trigger.close()
+        return {"offered": True, "quiet": quiet, "fired": fired}
+
+
+@contextmanager
+def _stall_folder(group: Group) -> Iterator[Path | None]:
+    """The v2 group whose stalls this process counts in; on a hybrid machine one is made beside the v1 group."""
+    if group.version is CgroupVersion.V2:
+        yield group.folder
+        return
+    mounts = parse_mounts(Path("/proc/self/mountinfo").read_bytes())
+    unified = next((Path(mount.point) for mount in mounts if mount.version is CgroupVersion.V2), None)
+    if unified is None:
+        yield None
+        return
+    before = unified.joinpath(*(parse_groups(Path("/proc/self/cgroup").read_bytes()).v2 or "/").split("/"))
+    folder = unified / group.folder.name
+    folder.mkdir()
+    try:
+        (folder / "cgroup.procs").write_text(str(os.getpid()))
+        yield folder
+    finally:
+        (before / "cgroup.procs").write_text(str(os.getpid()))
+        folder.rmdir()
+
+
 CHECKS: dict[str, Callable[[Group], dict[str, Any]]] = {
     check.__name__: check
-    for check in (live_limit, ancestor, arena_usage, parked_by_the_gate, parked_without_the_gate, file_cache)
+    for check in (live_limit, ancestor, arena_usage, parked_by_the_gate, parked_without_the_gate, file_cache, stalls)
 }
 
 
@@ -199,7 +295,21 @@ def made_group(version: CgroupVersion, parent: Path, name: str, mib: int) -> Ite
     finally:
         for leaf in folder.glob("leaf"):
             leaf.rmdir()
-        folder.rmdir()
+        _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    """Where its process was killed, what that had started ends a moment later."""
+    deadline = time.monotonic() + 5
+    while True:
+        try:
+            folder.rmdir()
+        except OSError as error:
+            if error.errno != errno.EBUSY or time.monotonic() > deadline:
+                raise
+            time.sleep(0.02)
+        else:
+            return
 
 
 def parent_for(version: CgroupVersion) -> Path:

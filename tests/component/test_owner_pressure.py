@@ -654,3 +654,13 @@ def test_relief_that_brings_nothing_is_asked_for_less_and_less_often(pod: Pod, h
         intervals.append(pod.owner.watcher._interval_s)
     assert intervals[-1] == 30.0
     assert intervals == sorted(intervals)
+
+
+def test_relief_whose_gain_is_taken_again_is_repeated_at_once(pod: Pod, host: Host) -> None:
+    """W4: a neighbour that keeps growing must not reach the limit while relief waits for its interval."""
+    park(pod, "a", "b", "c", "d")
+    for _ in range(2):
+        host.neighbour += host.available - FLOOR + EXTENT_BYTES
+        watch(pod)
+        assert host.available >= FLOOR
+    assert len([r for r in pod.all_receipts(ReceiptKind.RELEASE) if r.outcome == "relieved"]) == 2
