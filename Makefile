@@ -9,7 +9,7 @@ PYTEST := $(RUN)/python -m pytest
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help env dev-env engine demo rehearse test test-fast test-engine test-contract test-cgroup-v2 lint format \
+.PHONY: help env dev-env engine demo rehearse test test-soak test-fast test-engine test-contract test-cgroup-v2 lint format \
 	bench-step bench-spill bench-release bench-allocator clean
 
 help:  ## list every target
@@ -27,18 +27,21 @@ demo: env  ## real vLLM on the CPU, conversations taking turns, a restart in the
 	@mkdir -p build
 	$(RUN)/parkade demo --json build/demo.json
 
-rehearse: env  ## the real server in a memory control group: a neighbour, a moving limit, a full disk, a kill; leaves build/rehearse.json
+rehearse: env  ## real vLLM in a memory control group: a neighbour, a moving limit, a full disk, a kill; leaves build/rehearse.json
 	@mkdir -p build
 	$(RUN)/parkade rehearse --json build/rehearse.json
 
 test: dev-env  ## every test: units, real kernel, real files, real vLLM
 	$(PYTEST) tests
 
+test-soak: dev-env  ## hundreds of releases, a rehearsal, SIGKILL of whole servers: many minutes of real engines
+	$(PYTEST) tests -m soak
+
 test-fast: dev-env  ## what needs no engine and no long wait
 	$(PYTEST) tests -m "not engine and not slow"
 
 test-engine: dev-env  ## real vLLM only
-	$(PYTEST) tests -m engine
+	$(PYTEST) tests -m "engine and not soak"
 
 test-contract: dev-env  ## vLLM 0.33's plug-in surface, checked over its published wheel (a large download)
 	PARKADE_CONTRACT_WHEEL="vllm==0.33.*" $(PYTEST) tests/contract

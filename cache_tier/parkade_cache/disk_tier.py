@@ -19,7 +19,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from parkade_cache.conversations import Conversation
+from parkade_cache.conversations import Conversation, Tip
 from parkade_cache.errors import ParkadeError, SpillError
 from parkade_cache.ids import BlockKey, PackId
 from parkade_cache.ledger import DiskState
@@ -844,7 +844,10 @@ class DiskTier:
             tokens = victim.tokens
             state.leave_disk(victim)
             state.conversations.mark_clean(victim)
-            if not victim.in_ram:
+            for tip in [tip for tip in victim.tips if not self._serves_without_disk(tip)]:
+                # Its beginning was on disk only: what RAM has of the rest can never be matched again.
+                state.remove_tip(victim, tip)
+            if not victim.in_ram or not victim.tips:
                 state.drop_conversation(victim)
         freed = self.collect_dead()
         state.receipts.add(
@@ -857,6 +860,15 @@ class DiskTier:
             bytes=freed,
         )
         return freed
+
+    def _serves_without_disk(self, tip: Tip) -> bool:
+        """Whether the chain is whole in RAM and in what others keep on disk."""
+        ledger = self.state.ledger
+        return all(
+            ledger.ram[row] or (ledger.disk[row] == DiskState.PUBLISHED and ledger.disk_hold[row] > 0)
+            for top in tip.rows
+            for row in ledger.ancestors(top)
+        )
 
     def collect_dead(self) -> int:
         """Give the space of entries nobody keeps back to the file system; returns the bytes."""
@@ -936,6 +948,8 @@ class DiskTier:
             if not self._join_writes(conversation, deadline) or self.state.clock.monotonic() >= deadline:
                 return WriteOutcome.DEADLINE
             ticket = self.order_write(conversation, urgent=True)
+            if ticket is WriteOutcome.ALREADY_ON_DISK and self._is_being_written(conversation):
+                continue  # Somebody has ordered that write since it was looked: it is waited for as well.
             if isinstance(ticket, WriteOutcome):
                 return WriteOutcome.WRITTEN if wrote and ticket is WriteOutcome.ALREADY_ON_DISK else ticket
             if not self._await(ticket, deadline):
@@ -944,6 +958,13 @@ class DiskTier:
                 return ticket.outcome
             wrote = True
         return WriteOutcome.WRITTEN
+
+    def _is_being_written(self, conversation: Conversation) -> bool:
+        ledger = self.state.ledger
+        with self.state.lock:
+            return any(
+                ledger.disk[row] == DiskState.WRITING for top in conversation.rows() for row in ledger.ancestors(top)
+            )
 
     def _await(self, ticket: WriteTicket, deadline: float) -> bool:
         """Whether the write ended in time; one that did not is given up and never published (W3)."""
@@ -981,17 +1002,22 @@ class DiskTier:
                 ticket.done.wait(max(0.0, deadline - state.clock.monotonic()))
         return in_time
 
-    def forget(self, conversation: Conversation, turns: Iterable[Turn]) -> None:
-        """The conversation is deleted: no write or stream of it is ever published (case 69)."""
+    def forget(self, conversation: Conversation, turns: Iterable[Turn]) -> list[WriteTicket]:
+        """The conversation is deleted: no write or stream of it is ever published (case 69).
+
+        Returns its writes that have not ended: until they have, a kill may leave a complete pack for the next start.
+        """
         with self.state.lock:
             tickets = [ticket for ticket in self._tickets.values() if ticket.conversation is conversation]
             for ticket in tickets:
                 ticket.forgotten = True
+            ending = [ticket for ticket in self._ending.values() if ticket.conversation is conversation]
             streams = [turn.stream for turn in turns if turn.stream is not None and not turn.stream.failed]
         for ticket in tickets:
             self.mover.cancel(ticket.job)
         for stream in streams:
             self._refuse_stream(stream, "forgotten")
+        return [*tickets, *ending]
 
     @property
     def backlog_bytes(self) -> int:

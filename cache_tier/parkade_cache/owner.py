@@ -49,6 +49,9 @@ TOUCH_INTERVAL_S = 5.0
 DIRTY_WATERMARK = 0.25
 """W8: unwritten share of ``parked.max`` above which writing does not wait for a conversation to be idle."""
 
+FORGET_WAIT_S = 10.0
+"""How long a deletion waits for writes of its conversation that are under way."""
+
 HEAP_WAIT_S = 30.0
 """How long somebody who asks for the heaps waits behind other decisions."""
 
@@ -616,8 +619,11 @@ class Owner:
             found.pinned = pinned
         return describe(self.state, found)
 
-    def forget(self, conversation: ConversationId) -> dict[str, Any] | None:
-        """Delete the conversation from every tier; queued and running writes of it are never published (case 69)."""
+    def forget(self, conversation: ConversationId, *, wait_s: float = FORGET_WAIT_S) -> dict[str, Any] | None:
+        """Delete the conversation from every tier; queued and running writes of it are never published (case 69).
+
+        Waits for writes under way to end, so that what is answered as gone stays gone after a kill.
+        """
         state = self.state
         with state.lock:
             found = state.conversations.get(conversation)
@@ -626,7 +632,9 @@ class Owner:
             found.forgotten = True
             turns = [turn for turn in state.turns.values() if turn.conversation is found]
         if self.disk is not None:
-            self.disk.forget(found, turns)
+            give_up = state.clock.monotonic() + wait_s
+            for ticket in self.disk.forget(found, turns):
+                ticket.done.wait(max(0.0, give_up - state.clock.monotonic()))
         with state.lock:
             state.drop_conversation(found)
             freed = state.free_unheld_ram()
@@ -654,7 +662,7 @@ class Owner:
                 self.cache.let_go(turn)
         try:
             for conversation in list(self.state.conversations):
-                self.forget(conversation.id)
+                self.forget(conversation.id, wait_s=0.0)
         finally:
             if self.disk is not None:
                 self.disk.new_generation()

@@ -25,7 +25,7 @@ from support.server import Server
 
 from parkade_serving.model import prepare_model
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.soak, pytest.mark.timeout(3600)]
 
 KILLS = int(os.environ.get("PARKADE_SERVER_KILLS", "2"))
 BLOCK_TOKENS = 128

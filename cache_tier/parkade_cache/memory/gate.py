@@ -365,7 +365,7 @@ def plan(
         return impossible
     if reading.available_bytes is None:
         return Refuse(RefusalReason.UNKNOWN_READING)
-    shortage = _shortage(request, reading.available_bytes - reserved_bytes, budget)
+    shortage = _shortage(request, _free_bytes(reading) - reserved_bytes, budget)
     return _step(shortage, victims, progress, take_all=request.kind is NeedKind.PRESSURE)
 
 
@@ -403,7 +403,7 @@ def plan_after_capture(
     if reading.available_bytes is None:
         unknown = RefusalReason.UNKNOWN_READING
         return Refuse(unknown) if progress.fresh_gone else _part_with(fresh, unknown)
-    shortage = _shortage_after_capture(fresh.floor_bytes, reading.available_bytes - reserved_bytes, budget)
+    shortage = _shortage_after_capture(fresh.floor_bytes, _free_bytes(reading) - reserved_bytes, budget)
     others_only = progress.passing_over(Evict(fresh.conversation))
     step = _step(shortage, others, others_only, take_all=progress.fresh_gone)
     if isinstance(step, Refuse) and not progress.fresh_gone:
@@ -413,6 +413,18 @@ def plan_after_capture(
 
 def _part_with(fresh: Capture, reason: RefusalReason) -> HandToDisk | Drop:
     return HandToDisk(fresh.conversation, reason) if fresh.disk_takes_it else Drop(fresh.conversation, reason)
+
+
+def _free_bytes(reading: Reading) -> int:
+    """What is available; below zero where more is in use than the limit allows, as under one that is not in force yet.
+
+    A reading's room ends at zero (M7). What is missing does not: taking it for less would let conversations go for a
+    request that is refused in the end (G5).
+    """
+    available_bytes = reading.available_bytes or 0
+    if available_bytes or reading.limit_bytes is None or reading.current_bytes is None:
+        return available_bytes
+    return min(0, reading.limit_bytes - (reading.current_bytes - reading.credit_bytes))
 
 
 def _impossible(request: GateRequest, budget: Budget) -> Refuse | None:
