@@ -118,6 +118,7 @@ class DiskTier:
         self.store = store
         self.mover = mover
         self._tickets: dict[JobId, WriteTicket] = {}
+        self._fit = threading.Lock()
         self._fitting = True
         """The disk may hold more than its capacity."""
         self._ending: dict[JobId, WriteTicket] = {}
@@ -763,9 +764,13 @@ class DiskTier:
         """A disk that holds more than its capacity, as after a smaller one was set, gives some up (D1, case 45).
 
         Foreign and damaged files go first, then the conversations used longest ago, as far as they may go now; what
-        stays over is tried again. Called by the tick: it may take long.
+        stays over is tried again. Called by the tick and after a recovery: it may take long.
         """
-        if not self._fitting or not self.state.spill_healthy:
+        with self._fit:
+            self._fit_capacity()
+
+    def _fit_capacity(self) -> None:
+        if not self._fitting or self.state.recovering or not self.state.spill_healthy:
             return
         try:
             with self._io:

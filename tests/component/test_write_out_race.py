@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.pod import Pod, prompt
@@ -39,6 +40,36 @@ def test_w7_a_write_ordered_in_the_background_meanwhile_is_waited_for(
             let_go.wait(20)
 
         pod.mover._write_lane.submit(stuck)
+        outcome = disk.write_out(conversation, deadline=pod.state.clock.monotonic() + 10)
+        assert outcome in {WriteOutcome.WRITTEN, WriteOutcome.ALREADY_ON_DISK}
+        with pod.state.lock:
+            assert pod.state.unpublished_blocks(conversation) == 0
+        pod.settle()
+        pod.check()
+
+
+@pytest.mark.xfail(
+    strict=True, reason="DiskTier._join_writes does not wait for a write that is just being published (_ending)"
+)
+def test_w2_a_write_that_is_just_being_published_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same refusal, where the index takes its time: what is not in it is not on disk yet."""
+    with Pod(folder=tmp_path / "spill") as pod:
+        pod.turn("a", prompt("a", BLOCKS))
+        pod.settle()
+        disk, conversation, store = pod.owner.disk, pod.conversation("a"), pod.store
+        assert disk is not None
+        assert store is not None
+        publish, publishing, let_go = store.publish, threading.Event(), threading.Event()
+
+        def slow(*args: Any) -> None:
+            publishing.set()
+            let_go.wait(20)
+            publish(*args)
+
+        monkeypatch.setattr(store, "publish", slow)
+        disk.order_write(conversation, urgent=False)
+        assert publishing.wait(20)
+        threading.Timer(0.1, let_go.set).start()
         outcome = disk.write_out(conversation, deadline=pod.state.clock.monotonic() + 10)
         assert outcome in {WriteOutcome.WRITTEN, WriteOutcome.ALREADY_ON_DISK}
         with pod.state.lock:

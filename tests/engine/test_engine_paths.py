@@ -17,7 +17,7 @@ SCRIPT = Path(__file__).with_name("paths_process.py")
 Facts = dict[str, Any]
 
 IN_USE_AT_RESET = pytest.mark.xfail(
-    strict=True,
+    strict=False,  # Whether the job is still under way at the reset is up to the machine.
     reason="Owner.reset leaves rows that a job has pinned in the ledger as they are; see test_reset_in_use.py",
 )
 
