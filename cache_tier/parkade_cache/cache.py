@@ -168,7 +168,7 @@ class ConversationCache:
         row = ledger.rows.get(key, -1)
         if row < 0:
             return Found.MISS
-        if row in turn.failed_rows:
+        if row in turn.failed_rows or row in self.state.stale:
             return Found.MISS
         if ledger.ram[row] == _READY:
             return Found.HIT

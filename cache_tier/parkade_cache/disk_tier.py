@@ -996,7 +996,7 @@ class DiskTier:
             }
             tickets = [
                 ticket
-                for ticket in self._tickets.values()
+                for ticket in (*self._tickets.values(), *self._ending.values())
                 if ticket.conversation is conversation or ticket.number in numbers
             ]
         in_time = True
@@ -1035,6 +1035,10 @@ class DiskTier:
         with self._io:
             self.store.new_generation()
         self.mover.attach(str(self.store.identity_folder), self.store.fingerprint, direct=self.store.direct)
+        with self.state.lock:
+            numbers = list(self.state.pack_numbers.values())
+        for number in numbers:
+            self._settle(number)
 
 
 def _error_label(error: object) -> str:

@@ -371,6 +371,12 @@ class Ledger:
         self.pack[row] = -1
         self.entry[row] = -1
 
+    def ram_stale(self, row: int) -> None:
+        """The bytes in RAM are no longer what the key says, and a job still uses them: they serve no hit any more."""
+        if self.ram[row] == _READY:
+            self.dirty_blocks -= self.disk[row] != _PUBLISHED
+            self.ram[row] = _FILLING
+
     # -- questions -------------------------------------------------------------------------------
 
     def dirty_chain(self, row: int) -> list[BlockIndex]:

@@ -664,6 +664,8 @@ class Owner:
             for conversation in list(self.state.conversations):
                 self.forget(conversation.id, wait_s=0.0)
         finally:
+            with state.lock:
+                state.forget_contents()
             if self.disk is not None:
                 self.disk.new_generation()
 

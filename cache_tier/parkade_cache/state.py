@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from parkade_cache.conversations import Conversation, Conversations, Tip
 from parkade_cache.errors import ParkadeError
 from parkade_cache.ids import NO_KEY, BlockKey, ConversationId, PackId, RequestId
-from parkade_cache.ledger import DiskState, Ledger
+from parkade_cache.ledger import DiskState, Ledger, RamState
 from parkade_cache.memory.pressure import PressureLevel
 from parkade_cache.metrics import CacheMetrics
 from parkade_cache.mover import JobId
@@ -107,6 +107,8 @@ class CacheState:
         self.bad_packs: set[int] = set()
         self.parked: dict[ConversationId, Conversation] = {}
         self.restoring: set[int] = set()
+        self.stale: set[int] = set()
+        """Blocks of earlier weights in RAM that a job still uses; they go when it ends, whoever keeps them."""
         self.recurrent_groups: frozenset[int] = frozenset()
         self.touched: dict[ConversationId, float] = {}
         self.probe_due = False
@@ -224,7 +226,7 @@ class CacheState:
     def free_unheld_ram(self) -> int:
         """Free the slots of blocks nobody keeps in RAM; returns how many. Pinned ones wait."""
         postponed: list[int] = []
-        freed = 0
+        freed = self._free_stale() if self.stale else 0
         for row in self.ledger.take_unheld_ram():
             if self.ledger.pins[row]:
                 postponed.append(row)
@@ -234,6 +236,33 @@ class CacheState:
             freed += 1
         self.ledger.postpone_unheld(ram=postponed)
         return freed
+
+    def _free_stale(self) -> int:
+        over = [row for row in self.stale if not self.ledger.pins[row]]
+        for row in over:
+            self.stale.discard(row)
+            self.slots.put(self.ledger.ram_gone(row))
+            self.ledger.forget_if_dead(row)
+        if over:
+            self.changed()
+        return len(over)
+
+    def forget_contents(self) -> None:
+        """New weights: what is left of the old ones because a job uses it is found by nobody any more (trap 14)."""
+        ledger = self.ledger
+        for key, row in list(ledger.rows.items()):
+            if ledger.rows.get(key) != row:
+                continue
+            if ledger.disk[row] == DiskState.PUBLISHED:
+                self.packs[ledger.pack[row]].live -= 1
+            if ledger.disk[row]:
+                ledger.disk_gone(row)
+            if ledger.ram[row] == RamState.READY:
+                ledger.ram_stale(row)
+                self.stale.add(row)
+            ledger.forget_if_dead(row)
+        self.free_unheld_ram()
+        self.changed()
 
     def take_unheld_disk(self, *, most: int) -> dict[int, list[int]]:
         """Up to ``most`` entries nobody keeps on disk, by pack number; they are out of the ledger already."""

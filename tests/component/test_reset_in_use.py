@@ -7,16 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
 from support.pod import BLOCK_TOKENS, Pod, Running, prompt
 
 from parkade_cache.lanes import Lane
 
 BLOCKS = 15
-
-FOUND = pytest.mark.xfail(
-    strict=True, reason="Owner.reset leaves rows that a job has pinned in the ledger: READY in RAM, PUBLISHED on disk"
-)
 
 
 @contextmanager
@@ -62,7 +57,6 @@ def finds_nothing(pod: Pod, other: Running) -> None:
     other.finish()
 
 
-@FOUND
 def test_trap_14_blocks_that_a_write_uses_at_a_reset_serve_nobody(tmp_path: Path) -> None:
     with Pod(folder=tmp_path / "spill", mode="WriteBehind", spill={"writeBehindIdleSeconds": 0}) as pod:
         with held(pod.mover._write_lane):
@@ -76,7 +70,6 @@ def test_trap_14_blocks_that_a_write_uses_at_a_reset_serve_nobody(tmp_path: Path
         pod.turn("c", prompt("a", BLOCKS))
 
 
-@FOUND
 def test_trap_14_blocks_that_are_being_loaded_from_ram_at_a_reset_serve_nobody(tmp_path: Path) -> None:
     with Pod(folder=tmp_path / "spill") as pod:
         pod.turn("a", prompt("a", BLOCKS))
@@ -92,7 +85,6 @@ def test_trap_14_blocks_that_are_being_loaded_from_ram_at_a_reset_serve_nobody(t
         pod.turn("c", prompt("a", BLOCKS))
 
 
-@FOUND
 def test_trap_14_blocks_that_are_being_restored_from_disk_at_a_reset_do_not_keep_new_ones_out(tmp_path: Path) -> None:
     with Pod(folder=tmp_path / "spill", parked_max=0) as pod:
         pod.turn("a", prompt("a", BLOCKS))

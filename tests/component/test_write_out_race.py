@@ -48,9 +48,6 @@ def test_w7_a_write_ordered_in_the_background_meanwhile_is_waited_for(
         pod.check()
 
 
-@pytest.mark.xfail(
-    strict=True, reason="DiskTier._join_writes does not wait for a write that is just being published (_ending)"
-)
 def test_w2_a_write_that_is_just_being_published_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same refusal, where the index takes its time: what is not in it is not on disk yet."""
     with Pod(folder=tmp_path / "spill") as pod:

@@ -259,8 +259,6 @@ class Life:
             self._say("leaving", name=name, tokens=self._tokens.pop(name))
             self._told.pop(name, None)
             self._pod.owner.forget(ConversationId(name))
-            # Until then a write that was under way may be complete and found again: see test_forget_and_kill.
-            self._pod.settle()
             self._say("left", name=name)
 
     def _side_call(self) -> None:

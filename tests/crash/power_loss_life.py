@@ -37,8 +37,8 @@ from parkade_cache.spill.testing import FakeClock, SimulatedCrash, read_back, so
 RECORDINGS = 100
 """Lives that the states are taken from; every second one goes on from a disk that the power cut of another left."""
 
-STEPS = 26
-"""What one life does: about as many writes, drops and restarts."""
+STEPS = 20
+"""What one life does: so many writes, drops, restarts and the like."""
 
 SHARDS = 3
 """Folders that packs are spread over, so that a state is made quickly."""

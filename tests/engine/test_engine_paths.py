@@ -16,11 +16,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 SCRIPT = Path(__file__).with_name("paths_process.py")
 Facts = dict[str, Any]
 
-IN_USE_AT_RESET = pytest.mark.xfail(
-    strict=False,  # Whether the job is still under way at the reset is up to the machine.
-    reason="Owner.reset leaves rows that a job has pinned in the ledger as they are; see test_reset_in_use.py",
-)
-
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Facts]:
@@ -200,7 +195,6 @@ def test_blocks_on_their_way_from_disk_at_a_reset_serve_nobody(paths: dict[str, 
     assert speaks_the_new_weights(facts["next"])
 
 
-@IN_USE_AT_RESET
 @pytest.mark.parametrize("scenario", ["reset_while_loading", "reset_while_writing"])
 def test_blocks_in_ram_that_a_job_uses_at_a_reset_serve_nobody(paths: dict[str, Facts], scenario: str) -> None:
     """Trap 14: the engine is at rest and a background write runs, or a load; the next prompts are the same."""

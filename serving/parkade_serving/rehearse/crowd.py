@@ -55,6 +55,7 @@ class Crowd:
         self._threads: list[threading.Thread] = []
         self._after_restart = False
         self._left: list[Conversation] = []
+        self._coming_back = ""
         self.conversations: list[Conversation] = []
         self.tally = Tally([], [])
 
@@ -82,7 +83,18 @@ class Crowd:
         """
         chat = Chat(url)
         for _ in range(count):
-            self._turn(chat, self._begin(LONG))
+            conversation = self._begin(LONG)
+            self._turn(chat, conversation)
+            self._leave(conversation)
+
+    def close_oldest(self, most: int) -> list[Conversation]:
+        """Of those that were left, all but the ``most`` that were left last are closed for good: nobody comes back."""
+        with self._lock:
+            old = self._left[: max(0, len(self._left) - most)]
+            closed = [one for one in old if one.session != self._coming_back]
+            self._left = [one for one in self._left if one not in closed]
+            self.conversations = [one for one in self.conversations if one not in closed]
+            return closed
 
     def forgive(self) -> None:
         """The pod is about to be killed: requests that fail from now on do not count."""
@@ -122,9 +134,10 @@ class Crowd:
         while not self._leaving.is_set():
             for place in range(len(pair)):
                 if pair[place].turns >= LONG.turns:
-                    self._left.append(pair[place])
+                    self._leave(pair[place])
                     pair[place] = self._begin(LONG)
                 self._turn(chat, self._returning(chance) or pair[place])
+                self._coming_back = ""
                 if self._leaving.wait(_LONG_THINKS_S):
                     return
 
@@ -132,6 +145,7 @@ class Crowd:
         conversation = self._begin(SMALL)
         while not self._leaving.wait(_SMALL_THINKS_S * chance.uniform(0.5, 1.5)):
             if conversation.turns >= SMALL.turns:
+                self._leave(conversation)
                 conversation = self._begin(SMALL)
             self._turn(chat, conversation)
 
@@ -141,10 +155,19 @@ class Crowd:
             self.conversations.append(conversation)
             return conversation
 
+    def _leave(self, conversation: Conversation) -> None:
+        with self._lock:
+            self._left.append(conversation)
+
     def _returning(self, chance: random.Random) -> Conversation | None:
-        """One that was left earlier, now and then, while it has something left to say but for its last turn."""
-        waiting = [one for one in self._left if one.turns < LONG.turns + LONG.spare_turns - 1]
-        return chance.choice(waiting) if waiting and chance.random() < _COMES_BACK else None
+        """A long one that was left earlier, now and then, while it has more than its last turn to say."""
+        if chance.random() >= _COMES_BACK:
+            return None
+        with self._lock:
+            waiting = [one for one in self._left if LONG.turns <= one.turns < LONG.turns + LONG.spare_turns - 1]
+            found = chance.choice(waiting) if waiting else None
+            self._coming_back = "" if found is None else found.session
+            return found
 
     def _turn(self, chat: Chat, conversation: Conversation) -> None:
         """One turn; asked again for as long as the pod says to come again."""

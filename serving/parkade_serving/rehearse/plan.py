@@ -35,9 +35,11 @@ ROOMY_PARKED_BLOCKS: Final = 160
 """While the disk is full: nothing may have to go then."""
 
 SPILL_BYTES: Final = 3 * GIB
-SPILL_MIN_FREE_BYTES: Final = 2 * GIB
-"""As much as is ever spilled here, so that a disk which others have filled is left to them: the pod could not free
+SPILL_MIN_FREE_BYTES: Final = 5 * GIB // 2
+"""More than is ever spilled here, so that a disk which others have filled is left to them: the pod could not free
 enough by giving up what it has, and so gives up nothing."""
+MOST_LEFT: Final = 20
+"""Conversations that may still be continued; their clients delete the older ones, so that the disk keeps its room."""
 DISK_BYTES: Final = 6 * GIB
 """The small disk; its image takes only what is written to it."""
 

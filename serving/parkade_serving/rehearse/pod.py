@@ -80,6 +80,18 @@ class Pod:
         found: dict[str, Any] = answer.json()
         return found
 
+    def forget(self, session: str) -> None:
+        """Delete a client's conversation from every tier; nothing happens where the pod knows none."""
+        import httpx  # noqa: PLC0415
+
+        address = f"{self.url}/parkade/v1/conversations/{session}"
+        try:
+            answer = httpx.delete(address, params={"by": "client"}, timeout=_TEXT_TIMEOUT_S, trust_env=False)
+        except httpx.HTTPError as error:
+            raise PodUnreachableError(f"the pod does not answer: {error}") from None
+        if answer.status_code not in {HTTPStatus.OK, HTTPStatus.NOT_FOUND}:
+            raise PodRefusedError(answer.status_code, answer.text[:500])
+
     def id_of(self, session: str) -> str:
         """The pod's name for a client's conversation; empty where it knows none."""
         try:

@@ -17,7 +17,7 @@ from parkade_serving.demo.console import Console
 from parkade_serving.rehearse.crowd import Crowd
 from parkade_serving.rehearse.enclosure import Enclosure
 from parkade_serving.rehearse.figures import LongestHook, Measured, releases
-from parkade_serving.rehearse.plan import PARKED_BLOCKS, Need, policy_document
+from parkade_serving.rehearse.plan import MOST_LEFT, PARKED_BLOCKS, Need, policy_document
 from parkade_serving.rehearse.pod import Pod, Receipts
 
 _FETCH_EVERY_S: Final = 1.0
@@ -65,7 +65,7 @@ class Stage:
     # -- time --------------------------------------------------------------------------------------------------
 
     def pause(self, seconds: float) -> None:
-        """Wait; receipts are fetched now and then."""
+        """Wait; receipts are fetched and old conversations closed now and then."""
         begun = time.monotonic()
         time.sleep(seconds)
         # Every process here competes for the same cores: what this one waits for them, a hook may wait too.
@@ -73,6 +73,8 @@ class Stage:
         self.measured.core_wait_seconds = max(self.measured.core_wait_seconds, waited)
         if time.monotonic() - self._fetched >= _FETCH_EVERY_S:
             self.fetch()
+            for conversation in self.crowd.close_oldest(MOST_LEFT):
+                self.pod.forget(conversation.session)
             tally = self.crowd.tally
             self.console.status(f"{self.doing}: {tally.answered} turns, {self.released_since(0.0)} left memory")
 

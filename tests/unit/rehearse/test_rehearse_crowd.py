@@ -171,10 +171,24 @@ def test_clients_begin_talk_and_end(engine: Engine, crowd: Crowd, monkeypatch: p
 
 
 def test_a_conversation_that_was_left_has_always_a_turn_to_spare_for_the_second_life(crowd: Crowd):
-    conversation = texts().conversation(LONG)
-    conversation.turns = LONG.turns + LONG.spare_turns - 1
-    crowd._left = [conversation]
-    assert crowd._returning(random.Random(1)) is None
+    said_almost_all, has_more = texts().conversation(LONG), texts().conversation(LONG)
+    said_almost_all.turns = LONG.turns + LONG.spare_turns - 1
+    has_more.turns = said_almost_all.turns - 1
+    crowd._left = [said_almost_all, has_more]
+    chance = random.Random(1)
+    assert {one and one.session for one in (crowd._returning(chance) for _ in range(50))} == {None, has_more.session}
+
+
+def test_the_oldest_that_were_left_are_closed_but_for_the_one_that_is_talked_in(crowd: Crowd):
+    made = texts()
+    crowd._left = [made.conversation(LONG) for _ in range(5)]
+    crowd.conversations = [*crowd._left, made.conversation(LONG)]
+    first, second, third, *_ = crowd._left
+    crowd._coming_back = second.session
+    assert crowd.close_oldest(2) == [first, third]
+    assert crowd._left[0] is second
+    assert len(crowd.conversations) == 4
+    assert crowd.close_oldest(10) == []
 
 
 def test_an_error_that_is_no_answer_asks_nobody_to_come_again():

@@ -45,6 +45,9 @@ def answers() -> Iterator[Answers]:
         def do_GET(self) -> None:
             self._answer("GET")
 
+        def do_DELETE(self) -> None:
+            self._answer("DELETE")
+
         def do_PUT(self) -> None:
             answers.bodies.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
             self._answer("PUT")
@@ -123,6 +126,17 @@ def test_what_the_pod_has_of_a_conversation_is_told_in_tokens(answers: Answers, 
     answers.found["GET", "/parkade/v1/conversations/mine"] = (200, {"id": "abc"})
     assert pod.id_of("mine") == "abc"
     assert pod.id_of("theirs") == ""
+
+
+def test_case_69_a_client_deletes_its_conversation_by_its_own_name(answers: Answers, pod: Pod):
+    route = ("DELETE", "/parkade/v1/conversations/mine")
+    pod.forget("mine")
+    answers.found[route] = (200, {"forgotten": True})
+    pod.forget("mine")
+    assert answers.asked == ["/parkade/v1/conversations/mine?by=client"] * 2
+    answers.found[route] = (500, {})
+    with pytest.raises(PodRefusedError):
+        pod.forget("mine")
 
 
 def test_every_receipt_is_fetched_once_and_a_silent_pod_is_asked_again(answers: Answers, pod: Pod):
