@@ -854,6 +854,7 @@ class DiskTier:
                 state.remove_tip(victim, tip)
             if not victim.in_ram or not victim.tips:
                 state.drop_conversation(victim)
+            state.free_unheld_ram()
         freed = self.collect_dead()
         state.receipts.add(
             kind=ReceiptKind.EVICT,
